@@ -1,0 +1,1 @@
+"""hilore: measure an actor's memory once, solve a plan, apply it in training."""
