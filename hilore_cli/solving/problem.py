@@ -124,7 +124,13 @@ def _ops_and_units(rows: Iterable[ProfileRow], *, gamma: float) -> tuple[tuple[O
             plain_rows.append(row)
         if row.keepable:
             risk2 = (row.gain / gamma) ** 2 if row.gain else 0.0
-            choices[row.unit].append(Choice(codec=row.codec, held_bytes=row.packed_bytes, codec_us=row.codec_us, risk2=risk2))
-    ops = tuple(Op(recompute_us=row.recompute_us, forced=row.forced, reads=row.reads) for row in plain_rows if row.leaf == 0)
-    units = tuple(Unit(op=row.op_index, bytes=row.bytes, saved=row.saved, choices=tuple(choices[row.unit])) for row in plain_rows)
+            choices[row.unit].append(
+                Choice(codec=row.codec, held_bytes=row.packed_bytes, codec_us=row.codec_us, risk2=risk2)
+            )
+    ops = tuple(
+        Op(recompute_us=row.recompute_us, forced=row.forced, reads=row.reads) for row in plain_rows if row.leaf == 0
+    )
+    units = tuple(
+        Unit(op=row.op_index, bytes=row.bytes, saved=row.saved, choices=tuple(choices[row.unit])) for row in plain_rows
+    )
     return ops, units

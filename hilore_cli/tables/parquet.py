@@ -34,26 +34,18 @@ def contents_digest(table: pa.Table, metadata: Mapping[str, Any]) -> str:
 def read_table(path: Path, *, kind: Kind, schema: pa.Schema, version: int) -> tuple[pa.Table, dict[str, Any], str]:
     """Rows, metadata and digest of a hilore file. Raises FileError, in one line, for anything else."""
     again = f"make it again with `hilore {'profile' if kind == 'profile' else 'solve'}`"
-    if path.is_dir():
-        raise FileError(str(path), "is a folder, not a file", f"name the {kind} file in it")
-    if not path.exists():
-        raise FileError(str(path), "does not exist", f"check the path, or {again}")
-    try:
-        payload = path.read_bytes()
-    except OSError as error:
-        raise FileError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from error
-    if not payload:
-        raise FileError(str(path), "is empty", again)
+    restore = f"restore it from git, or {again}"
+    damaged = FileError(str(path), "is damaged: its contents do not match its digest", restore)
+    payload = _payload(path, kind=kind, again=again)
     try:
         table = pq.read_table(pa.BufferReader(payload))
     except (pa.ArrowException, OSError, ValueError) as error:
-        foreign = not payload.startswith(b"PAR1")
-        rule = "is not a Parquet file" if foreign else "is a damaged or truncated Parquet file"
-        raise FileError(str(path), rule, f"restore it from git, or {again}") from error
+        whole = payload.startswith(b"PAR1")
+        rule = "is a damaged or truncated Parquet file" if whole else "is not a Parquet file"
+        raise FileError(str(path), rule, restore) from error
     raw = (table.schema.metadata or {}).get(METADATA_KEY)
     if raw is None:
         raise FileError(str(path), "is a Parquet file that hilore did not write", f"name a hilore {kind}, or {again}")
-    damaged = FileError(str(path), "is damaged: its contents do not match its digest", f"restore it from git, or {again}")
     try:
         header = json.loads(raw)
         found_kind, found_version = header["kind"], int(header["format_version"])
@@ -62,20 +54,38 @@ def read_table(path: Path, *, kind: Kind, schema: pa.Schema, version: int) -> tu
         raise damaged from error
     if found_kind != kind:
         raise FileError(str(path), f"is a {found_kind}, but a {kind} is wanted", f"name a {kind}, or {again}")
-    if found_version > version:
-        rule = f"has format version {found_version}, newer than the {version} that this hilore reads"
-        raise FileError(str(path), rule, "upgrade hilore (pip install --upgrade hilore)")
-    if found_version < version:
-        raise FileError(str(path), f"has the old format version {found_version}; this hilore reads {version}", again)
-    if not table.schema.remove_metadata().equals(schema, check_metadata=False):
+    if found_version != version:
+        age, fix = (
+            ("newer", "upgrade hilore (pip install --upgrade hilore)") if found_version > version else ("older", again)
+        )
+        rule = f"has format version {found_version}, {age} than the {version} that this hilore reads"
+        raise FileError(str(path), rule, fix)
+    rows = _decode(table, schema)
+    if rows is None or contents_digest(rows, metadata) != stated:
         raise damaged
+    return rows, metadata, stated
+
+
+def _payload(path: Path, *, kind: Kind, again: str) -> bytes:
+    if path.is_dir():
+        raise FileError(str(path), "is a folder, not a file", f"name the {kind} file in it")
     try:
-        matches = contents_digest(table, metadata) == stated
-    except (ValueError, pa.ArrowException) as error:
-        raise damaged from error
-    if not matches:
-        raise damaged
-    return table, metadata, stated
+        payload = path.read_bytes()
+    except FileNotFoundError as error:
+        raise FileError(str(path), "does not exist", f"check the path, or {again}") from error
+    except OSError as error:
+        raise FileError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from error
+    if not payload:
+        raise FileError(str(path), "is empty", again)
+    return payload
+
+
+def _decode(table: pa.Table, schema: pa.Schema) -> pa.Table | None:
+    """The columns in our own types: another writer may have chosen wider ones for the same values."""
+    try:
+        return table.select(schema.names).cast(schema).replace_schema_metadata(None)
+    except (KeyError, ValueError, pa.ArrowException):
+        return None
 
 
 def write_table(
@@ -108,7 +118,9 @@ def write_table(
 def check_writable(path: Path, *, force: bool) -> None:
     """Raise FileError now rather than after an hour of measuring; sweeps what killed runs left behind."""
     if path.exists() and not force:
-        raise FileError(str(path), "exists already with other contents", "pass --force to replace it, or choose another --out")
+        raise FileError(
+            str(path), "exists already with other contents", "pass --force to replace it, or choose another --out"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f".{path.name}.*.tmp"):

@@ -131,7 +131,9 @@ class Plan:
         """Write it; returns the digest and whether the file changed. Raises FileError."""
         columns = {name: [getattr(row, name) for row in self.rows] for name in SCHEMA.names}
         table = pa.table(columns, schema=SCHEMA)
-        return write_table(Path(path), table, dataclasses.asdict(self.meta), kind="plan", version=FORMAT_VERSION, force=force)
+        return write_table(
+            Path(path), table, dataclasses.asdict(self.meta), kind="plan", version=FORMAT_VERSION, force=force
+        )
 
     def rung_rows(self, rung: int) -> Sequence[PlanRow]:
         """Rows of one rung, in forward order."""
@@ -144,7 +146,9 @@ def load_plan(path: str | Path) -> Plan:
     try:
         meta = _meta_from_dict(metadata)
     except (KeyError, TypeError, ValueError) as error:
-        raise FileError(str(path), f"has metadata that hilore cannot read ({error})", "run `hilore solve` again") from error
+        raise FileError(
+            str(path), f"has metadata that hilore cannot read ({error})", "run `hilore solve` again"
+        ) from error
     return Plan(meta=meta, rows=tuple(PlanRow(**row) for row in table.to_pylist()), digest=digest)
 
 

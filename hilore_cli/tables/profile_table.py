@@ -243,7 +243,12 @@ class Profile:
     def save(self, path: Path, *, force: bool = False) -> tuple[str, bool]:
         """Write it; returns the digest and whether the file changed. Raises FileError."""
         return write_table(
-            path, rows_to_table(self.rows, SCHEMA), dataclasses.asdict(self.meta), kind="profile", version=FORMAT_VERSION, force=force
+            path,
+            rows_to_table(self.rows, SCHEMA),
+            dataclasses.asdict(self.meta),
+            kind="profile",
+            version=FORMAT_VERSION,
+            force=force,
         )
 
 
@@ -254,13 +259,19 @@ def load_profile(path: str | Path) -> Profile:
         rows = tuple(ProfileRow(**{**row, "reads": tuple(row["reads"])}) for row in table.to_pylist())
         meta = profile_meta_from_dict(metadata)
     except (KeyError, TypeError, ValueError) as error:
-        raise FileError(str(path), f"has metadata that hilore cannot read ({error})", "run `hilore profile` again") from error
+        raise FileError(
+            str(path), f"has metadata that hilore cannot read ({error})", "run `hilore profile` again"
+        ) from error
     for row in rows:
         for name in ("recompute_us", "codec_us", "error", "gain"):
             value = getattr(row, name)
             if not (math.isfinite(value) and value >= 0):
                 place = f"layer {row.layer}, {row.module or 'layer'} {row.op}, codec {row.codec}"
-                raise FileError(str(path), f"holds {name} = {value} ({place}); it must be finite and not negative", "run `hilore profile` again")
+                raise FileError(
+                    str(path),
+                    f"holds {name} = {value} ({place}); it must be finite and not negative",
+                    "run `hilore profile` again",
+                )
     return Profile(meta=meta, rows=rows, digest=digest)
 
 
