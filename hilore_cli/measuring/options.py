@@ -36,6 +36,20 @@ class LossSpec:
                 "TRL's default is 0.2",
             )
 
+    def describe(self) -> str:
+        """One line, such as `dapo token beta=0 eps_low=0.2 eps_high=0.2`; what `parse_loss` reads."""
+        options = {name: getattr(self, name) for name in ("beta", "eps_low", "eps_high", "delta")}
+        given = [f"{name}={value:g}" for name, value in options.items() if value is not None]
+        return " ".join((self.kind, self.level, *given))
+
+
+def parse_loss(line: str) -> LossSpec:
+    """The loss that `LossSpec.describe` wrote down."""
+    kind, level, *given = line.split()
+    return LossSpec(
+        kind=kind, level=level, **{name: float(value) for name, _, value in (g.partition("=") for g in given)}
+    )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:

@@ -4,10 +4,12 @@ Plain numbers, no solver and no tensors: the ILP, the greedy, the brute force of
 evaluation all read this one form.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hilore_cli.errors import HiloreError
 from hilore_cli.tables.profile_table import INPUT_UNIT, NO_CODEC, Profile, ProfileRow
 
 
@@ -85,7 +87,10 @@ class Problem:
 
 
 def problem_from_profile(profile: Profile, *, shape: int = 0) -> Problem:
-    """Group a profile's rows into layers (DESIGN section 7's data)."""
+    """Group a profile's rows into layers (DESIGN section 7's data).
+
+    Raises HiloreError if a layer's rows are not a stream of ops.
+    """
     by_layer: dict[int, list[ProfileRow]] = defaultdict(list)
     for row in profile.rows:
         if row.shape == shape and row.unit != INPUT_UNIT:
@@ -112,25 +117,47 @@ def problem_from_profile(profile: Profile, *, shape: int = 0) -> Problem:
         tail_peak_bytes=curve.tail_peak_bytes,
         plain_us=timing.plain_us,
         checkpoint_us=timing.checkpoint_us,
-        mode_us=timing.mode_us,
+        mode_us=max(timing.mode_us, 0.0),  # measured as a difference, so noise can turn it negative
     )
 
 
 def _ops_and_units(rows: Iterable[ProfileRow], *, gamma: float) -> tuple[tuple[Op, ...], tuple[Unit, ...]]:
     plain_rows: list[ProfileRow] = []
     choices: dict[int, list[Choice]] = defaultdict(list)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.unit):
         if row.codec == NO_CODEC:
             plain_rows.append(row)
         if row.keepable:
-            risk2 = (row.gain / gamma) ** 2 if row.gain else 0.0
-            choices[row.unit].append(
-                Choice(codec=row.codec, held_bytes=row.packed_bytes, codec_us=row.codec_us, risk2=risk2)
-            )
+            choices[row.unit].append(_choice(row, gamma=gamma))
+    places = {row.op_index: place for place, row in enumerate(row for row in plain_rows if row.leaf == 0)}
+    _check_stream(plain_rows, places)
     ops = tuple(
-        Op(recompute_us=row.recompute_us, forced=row.forced, reads=row.reads) for row in plain_rows if row.leaf == 0
+        # the layer's input is always held
+        Op(recompute_us=row.recompute_us, forced=row.forced, reads=tuple(u for u in row.reads if u != INPUT_UNIT))
+        for row in plain_rows
+        if row.leaf == 0
     )
     units = tuple(
-        Unit(op=row.op_index, bytes=row.bytes, saved=row.saved, choices=tuple(choices[row.unit])) for row in plain_rows
+        Unit(op=places[row.op_index], bytes=row.bytes, saved=row.saved, choices=tuple(choices[row.unit]))
+        for row in plain_rows
     )
     return ops, units
+
+
+def _choice(row: ProfileRow, *, gamma: float) -> Choice:
+    if row.codec == NO_CODEC:
+        return Choice(codec=NO_CODEC, held_bytes=row.bytes, codec_us=0.0, risk2=0.0)
+    ratio = 0.0 if not row.gain else row.gain / gamma if gamma > 0 else math.inf
+    return Choice(codec=row.codec, held_bytes=row.packed_bytes, codec_us=row.codec_us, risk2=ratio**2)
+
+
+def _check_stream(rows: list[ProfileRow], places: dict[int, int]) -> None:
+    """Units are numbered in the order they are made, and nothing reads what is made later."""
+    for position, row in enumerate(rows):
+        ordered = row.unit == position and row.op_index in places
+        if not ordered or any(not INPUT_UNIT <= read < position for read in row.reads):
+            raise HiloreError(
+                f"layer {row.layer}, unit {row.unit} ({row.module or 'layer'} {row.op})",
+                "does not follow the layer's op stream",
+                "run `hilore profile` again",
+            )

@@ -1,0 +1,361 @@
+"""`hilore profile`: one actor, measured once (DESIGN sections 4-6).
+
+The order keeps memory within a GC step's: every pass runs under full checkpointing, the local passes hold one layer's
+gradients, and a whole plain step is run only where it fits beside that limit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hilore_cli.errors import HiloreError
+from hilore_cli.experiments.assembly import Measurements, assemble
+from hilore_cli.experiments.overheads import Overheads, measure_overheads
+from hilore_cli.experiments.progress import Progress, Silent
+from hilore_cli.experiments.facts import static_bytes
+from hilore_cli.experiments.workloads import PreparedWorkload, prepare
+from hilore_cli.measuring import identity
+from hilore_cli.measuring.codecs import codec
+from hilore_cli.measuring.gains import Candidate, Gain, input_gradient, layer_gains, lookup_norm2
+from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_inputs, capture_step, checkpointed
+from hilore_cli.measuring.memory import TracedStep, plain_extra_bytes, replay_points, trace_step
+from hilore_cli.measuring.options import WorkloadOptions
+from hilore_cli.measuring.step import actor_step, completion_logps
+from hilore_cli.measuring.timing import Rounds, interleaved
+from hilore_cli.measuring.tracing import trace
+from hilore_cli.measuring.units import UnitRecord, record_layer
+from hilore_cli.tables.profile_table import Calibration, LayerClass, MemoryCurve, Profile, StepTiming
+
+DEFAULT_CODECS = ("int8-g64", "int4-g64", "bf16")
+MEASURED_CODEC = "int8-g64"
+CALIBRATION_BATCHES = 2
+TRACES = 2
+PROFILING_LIMIT = 1.1
+"""Of a GC step's peak: what the profiler itself may use."""
+
+
+def profile_actor(
+    options: WorkloadOptions,
+    *,
+    codecs: tuple[str, ...] | None = None,
+    rounds: int = 5,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure one actor under one workload.
+
+    Args:
+        options: the actor, its data and its shape.
+        codecs: names of the codecs to measure; the built-in deterministic ones if None.
+        rounds: interleaved timing rounds of plain and GC steps.
+        command: recorded in the profile.
+        progress: told of every stage.
+
+    Raises:
+        HiloreError: the model, the rollouts or a flag cannot be used.
+    """
+    progress = progress or Silent()
+    workload = prepare(options, micro_batches=CALIBRATION_BATCHES, skip=0, progress=progress)
+    return Profiler(workload, codecs or DEFAULT_CODECS, progress).measure(rounds=rounds, command=command)
+
+
+class Profiler:
+    """The passes of one profile, in order; each returns plain numbers."""
+
+    def __init__(self, workload: PreparedWorkload, codecs: tuple[str, ...], progress: Progress) -> None:
+        self.workload = workload
+        self.model: nn.Module = workload.actor.model
+        self.layers = identity.decoder_layers(self.model)
+        self.device = next(self.model.parameters()).device
+        self.dtype = next(self.model.parameters()).dtype
+        self.codecs = tuple(name for name in codecs if codec(name).supports(self.dtype))
+        self.progress = progress
+        self.phase_peaks: list[int] = []
+
+    def measure(self, *, rounds: int, command: str) -> Profile:
+        """Run every pass and assemble the profile."""
+        self.progress.stage("Recording op streams", len(self.layers))
+        units, layer_class = self._record()
+        gains, calibration = self._calibrate(units, layer_class)
+        curve, traced = self._memory(units, layer_class)
+        timing = self._time(units, curve, rounds=rounds)
+        return assemble(
+            Measurements(
+                workload=self.workload,
+                units=units,
+                layer_class=layer_class,
+                gains=tuple(gains),
+                calibration=calibration,
+                curve=curve,
+                traces=tuple(step.trace for step in traced),
+                timing=timing,
+                codecs=self.codecs,
+                command=command,
+            )
+        )
+
+    def step(self, micro_batch: int = 0) -> Any:
+        """One forward and backward; gradients accumulate."""
+        return actor_step(self.model, self.workload.micro_batches[micro_batch], self.workload.options.loss)
+
+    def checkpointed_step(self, plain: frozenset[int] = frozenset()) -> None:
+        """One step under full checkpointing, but for the layers in `plain`."""
+
+        def run(index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return original(*args, **kwargs) if index in plain else checkpointed(original, args, kwargs)
+
+        with around_layers(self.model, run):
+            self.step()
+
+    def _record(self) -> tuple[tuple[tuple[UnitRecord, ...], ...], tuple[int, ...]]:
+        """Units of each class of layers, and each layer's class."""
+        batch = self.workload.micro_batches[0]
+        inputs = capture_inputs(self.model, lambda: completion_logps(self.model, batch))
+        classes: dict[tuple[Any, ...], int] = {}
+        units: list[tuple[UnitRecord, ...]] = []
+        layer_class = []
+        for layer, call in zip(self.layers, inputs, strict=True):
+            args, kwargs, _ = call.fresh()
+            with record_layer(layer, args, kwargs) as recorder:
+                layer(*args, **kwargs)
+            structure = tuple(unit.structure for unit in recorder.units)
+            if structure not in classes:
+                classes[structure] = len(classes)
+                units.append(tuple(recorder.units))
+            layer_class.append(classes[structure])
+            self.progress.advance()
+        return tuple(units), tuple(layer_class)
+
+    def _calibrate(
+        self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]
+    ) -> tuple[list[Gain], Calibration]:
+        """Gains per unit of exposure: the highest over the calibration micro-batches."""
+        candidates = [compressible(units[index]) for index in layer_class]
+        batches = len(self.workload.micro_batches)
+        self.progress.stage("Measuring compression gains", batches * len(self.layers))
+        highest: dict[tuple[int, int, str], Gain] = {}
+        exposures, norms = [], []
+        for batch in range(batches):
+            self.model.zero_grad(set_to_none=True)
+            exposure = 0.0
+
+            def step(batch: int = batch) -> None:
+                nonlocal exposure
+                exposure = float(self.step(batch).exposure)
+
+            captured = capture_step(self.model, step)
+            if exposure == 0.0:
+                raise HiloreError("rollouts", "give a loss whose coefficients are all zero", "advantages must differ")
+            norms.append(gradient_norm(self.model))
+            exposures.append(exposure)
+            if batch == 0:
+                self.phase_peaks.append(self._gain_pass_bytes(captured, candidates))
+            for gain in self._gains(captured, candidates, batch):
+                scaled = gain.per_exposure(exposure)
+                key = (gain.layer, gain.unit, gain.codec)
+                if key not in highest or scaled.change2 > highest[key].change2:
+                    highest[key] = scaled
+            del captured
+        gamma = min(norm / exposure for norm, exposure in zip(norms, exposures, strict=True))
+        return list(highest.values()), Calibration(
+            micro_batches=batches,
+            exposure=exposures[0],
+            gradient_norm=norms[0],
+            gamma=gamma,
+            measured_codecs=(MEASURED_CODEC,) if MEASURED_CODEC in self.codecs else self.codecs,
+        )
+
+    def _gains(self, captured: CapturedStep, candidates: Sequence[Sequence[Candidate]], batch: int) -> list[Gain]:
+        measured = [MEASURED_CODEC] if MEASURED_CODEC in self.codecs else list(self.codecs)
+        return layer_gains(
+            self.layers,
+            captured,
+            candidates,
+            measured,
+            other_codecs=[name for name in self.codecs if name not in measured],
+            below2=self._embedding_norm2(captured, batch),
+            advance=self.progress.advance,
+        )
+
+    def _embedding_norm2(self, captured: CapturedStep, batch: int) -> float:
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        if not embedding.weight.requires_grad:
+            return 0.0
+        gradient = input_gradient(self.layers[0], captured.inputs[0], captured.upstream[0])
+        return lookup_norm2(self.workload.micro_batches[batch].input_ids, gradient)
+
+    def _gain_pass_bytes(self, captured: CapturedStep, candidates: Sequence[Sequence[Candidate]]) -> int:
+        """Peak of the local passes above parameters: what was captured, and one layer's work."""
+        held = sum(tensor.nbytes for tensor in captured.upstream) * 2  # inputs and upstream gradients
+        one = CapturedStep(inputs=captured.inputs[:1], upstream=captured.upstream[:1])
+        seen = trace(
+            lambda: layer_gains(
+                self.layers[:1], one, [candidates[0][:1]], self.codecs[:1], below2=0.0, advance=lambda: None
+            ),
+            self.device,
+        )
+        return held + seen.peak_bytes + static_bytes(self.model, "none").gradients
+
+    def _memory(
+        self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]
+    ) -> tuple[MemoryCurve, list[TracedStep]]:
+        """The curve of a GC step whose gradients are there already, as in later micro-batches."""
+        self.progress.stage("Tracing memory and ops", TRACES + 2)
+        traced = []
+        for _ in range(TRACES):
+            traced.append(trace_step(self.model, self.step, self.device))
+            self.progress.advance()
+        first = traced[0]
+        one_a_class = frozenset(max(i for i, c in enumerate(layer_class) if c == kind) for kind in set(layer_class))
+        partly_plain = trace_step(self.model, self.step, self.device, plain=one_a_class)
+        self.progress.advance()
+        classes = []
+        for kind, members in enumerate(units):
+            layers = [index for index, other in enumerate(layer_class) if other == kind]
+            unit_bytes = {i: unit.bytes for i, unit in enumerate(members) if unit.keepable and unit.bytes}
+            classes.append(
+                LayerClass(
+                    plain_extra_bytes=plain_extra_bytes(partly_plain, max(layers)),
+                    points=replay_points(first, layers, unit_bytes),
+                )
+            )
+        everything = frozenset(range(len(self.layers)))
+        held = [sum(unit.bytes for unit in units[kind] if unit.saved) for kind in layer_class]
+        gc_peak = max(step.trace.peak_bytes for step in traced)
+        plain_peak = max(
+            first.peak(first.head_window) + sum(held),
+            *(
+                first.level_at(first.backward_window(i)[0]) + sum(held[: i + 1]) + classes[kind].plain_extra_bytes
+                for i, kind in enumerate(layer_class)
+            ),
+            gc_peak,
+        )
+        measured = self._fits(plain_peak, gc_peak)
+        if measured:
+            plain_peak = trace_step(self.model, self.step, self.device, plain=everything).trace.peak_bytes
+            self.phase_peaks.append(plain_peak + static_bytes(self.model, "none").gradients)
+        self.progress.advance()
+        steps = [*traced, partly_plain]
+        self.phase_peaks += [step.trace.peak_bytes + static_bytes(self.model, "none").gradients for step in steps]
+        return MemoryCurve(
+            layer_class=tuple(layer_class),
+            classes=tuple(classes),
+            forward_peak_bytes=tuple(first.peak(first.forward_window(i)) for i in range(len(self.layers))),
+            backward_base_bytes=tuple(first.level_at(first.backward_window(i)[0]) for i in range(len(self.layers))),
+            head_peak_bytes=first.peak(first.head_window),
+            tail_peak_bytes=first.tail_peak,
+            gc_peak_bytes=gc_peak,
+            plain_peak_bytes=plain_peak,
+            plain_peak_measured=measured,
+            profiling_peak_bytes=max(self.phase_peaks),
+        ), traced
+
+    def _fits(self, dynamic_bytes: int, gc_dynamic_bytes: int) -> bool:
+        """Whether this much, without optimizer states, stays within the profiler's share of a GC step's peak."""
+        full = static_bytes(self.model, self.workload.options.optimizer)
+        return full.total - full.optimizer + dynamic_bytes <= PROFILING_LIMIT * (full.total + gc_dynamic_bytes)
+
+    def _time(self, units: Sequence[Sequence[UnitRecord]], curve: MemoryCurve, *, rounds: int) -> StepTiming:
+        """Plain and GC steps, interleaved; where a plain step does not fit, as many plain layers as do."""
+        self.progress.stage("Timing plain and GC steps", 2 * (rounds + 1))
+        plain_layers = self._plain_layers_that_fit(units, curve)
+        seen = interleaved(
+            {
+                "plain": lambda: self.checkpointed_step(plain_layers),
+                "gc": self.checkpointed_step,
+            },
+            rounds=rounds,
+            device=self.device,
+            advance=self.progress.advance,
+        )
+        share = len(self.layers) / len(plain_layers)
+
+        def plain_us(of: Callable[[Rounds], float]) -> float:
+            return of(seen["gc"]) - share * (of(seen["gc"]) - of(seen["plain"]))
+
+        overheads = self._overheads(units, curve)
+        return StepTiming(
+            plain_us=plain_us(lambda rounds: rounds.median_us),
+            gc_us=seen["gc"].median_us,
+            plain_fastest_us=plain_us(lambda rounds: rounds.fastest_us),
+            gc_fastest_us=seen["gc"].fastest_us,
+            rounds=rounds,
+            checkpoint_us=overheads.checkpoint_us,
+            mode_us=overheads.mode_us,
+        )
+
+    def _plain_layers_that_fit(self, units: Sequence[Sequence[UnitRecord]], curve: MemoryCurve) -> frozenset[int]:
+        if self._fits(curve.plain_peak_bytes, curve.gc_peak_bytes):
+            return frozenset(range(len(self.layers)))
+        chosen: list[int] = []
+        held = 0
+        for index, kind in enumerate(curve.layer_class):
+            held += sum(unit.bytes for unit in units[kind] if unit.saved)
+            if not self._fits(curve.gc_peak_bytes + held, curve.gc_peak_bytes):
+                break
+            chosen.append(index)
+        return frozenset(chosen or [0])
+
+    def _overheads(self, units: Sequence[Sequence[UnitRecord]], curve: MemoryCurve) -> Overheads:
+        """On the commonest class of layers, with two tokens."""
+        kind = max(range(len(units)), key=curve.layer_class.count)
+        index = curve.layer_class.index(kind)
+        ids = self.workload.micro_batches[0].input_ids[:1, -2:]
+        mask = torch.ones_like(ids)
+        inputs = capture_inputs(self.model, lambda: self.model(input_ids=ids, attention_mask=mask, use_cache=False))
+        args, kwargs, _ = inputs[index].fresh()
+        with record_layer(self.layers[index], args, kwargs) as recorder:
+            self.layers[index](*args, **kwargs)
+        return measure_overheads(self.layers[index], inputs[index], tuple(recorder.units))
+
+
+def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
+    """Units worth compressing: of a size that matters, made from the layer's input, and not better kept one op later.
+
+    First outputs only: later ones are statistics, such as attention's log-sum-exp.
+    """
+    derived = depends_on_input(units)
+    largest = max((unit.bytes for unit in units), default=0)
+    return [
+        Candidate(unit=index, op_index=unit.op_index)
+        for index, unit in enumerate(units)
+        if unit.floating
+        and unit.keepable
+        and unit.leaf == 0
+        and unit.bytes * 32 >= largest
+        and index in derived
+        and not _better_kept_later(index, units)
+    ]
+
+
+def depends_on_input(units: Sequence[UnitRecord]) -> set[int]:
+    """Units that the layer's input reaches: not masks or tables made from arguments alone."""
+    derived = {-1}
+    for index, unit in enumerate(units):
+        if derived.intersection(unit.reads):
+            derived.add(index)
+    return derived - {-1}
+
+
+def _better_kept_later(index: int, units: Sequence[UnitRecord]) -> bool:
+    """Not saved, and read by one op only, whose only output is no larger: keeping that serves as well. Or unread."""
+    if units[index].saved:
+        return False
+    readers = {unit.op_index for unit in units if index in unit.reads}
+    if len(readers) != 1:
+        return not readers
+    outputs = [unit for unit in units if unit.op_index in readers]
+    return len(outputs) == 1 and outputs[0].keepable and outputs[0].bytes <= units[index].bytes
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """L2 norm over all parameters' gradients."""
+    total = sum(
+        float(parameter.grad.float().square().sum(dtype=torch.float64))
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
+    return float(total**0.5)

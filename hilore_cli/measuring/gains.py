@@ -1,0 +1,185 @@
+"""Risk gains by local VJP (DESIGN section 4): what compressing one unit of one layer does to the gradient.
+
+A layer's backward is run alone, from its real input and under its real upstream gradient: once exactly, then once a
+unit with that unit's output replaced by its unpacked form, so that everything derived from it is perturbed as replay
+would perturb it. The gain K of a unit is, per unit of exposure,
+
+    K^2 = ( norm(change of the layer's parameter gradients)^2
+          + (norm(change of the input gradient) / norm(input gradient))^2 * norm(gradients below)^2 ) / X^2
+
+Layers are walked from the first up, so that the norm below is known when it is needed; only one layer's gradients
+exist at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilore_cli.errors import HiloreError
+from hilore_cli.measuring.codecs import codec
+from hilore_cli.measuring.layer_calls import CapturedStep, LayerInput, layer_output
+from hilore_cli.measuring.stream import counts, leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A unit that may be compressed: its place in the stream."""
+
+    unit: int
+    op_index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """One unit of one layer through one codec."""
+
+    layer: int
+    unit: int
+    codec: str
+    error: float
+    """Relative L2 error of the unit."""
+    change2: float
+    """Squared norm of the gradient's change: this layer's, and what reaches the layers below."""
+
+    def per_exposure(self, exposure: float) -> "Gain":
+        """With the change per unit of exposure."""
+        return replace(self, change2=self.change2 / exposure**2)
+
+
+class _Substitute(TorchDispatchMode):
+    """Replace one op's first output by what a codec makes of it; measure other codecs' errors on the way."""
+
+    def __init__(self, op_index: int, codec_name: str, other_codecs: Sequence[str]) -> None:
+        super().__init__()
+        self.op_index = op_index
+        self.codec_name = codec_name
+        self.other_codecs = other_codecs
+        self.errors: dict[str, float] = {}
+        self.index = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not counts(func, args):
+            return out
+        self.index += 1
+        if self.index - 1 != self.op_index:
+            return out
+        exact = next(leaves(out))
+        for name in self.other_codecs:
+            self.errors[name] = round_trip(exact, name)[1]
+        approximate, self.errors[self.codec_name] = round_trip(exact, self.codec_name)
+        return approximate if out is exact else (approximate, *out[1:])
+
+
+def round_trip(exact: torch.Tensor, codec_name: str) -> tuple[torch.Tensor, float]:
+    """The tensor through a codec and back, and its relative L2 error (0 for an all-zero tensor)."""
+    coding = codec(codec_name)
+    approximate = coding.unpack(coding.pack(exact))
+    norm = exact.float().norm()
+    return approximate, float((approximate.float() - exact.float()).norm() / norm) if norm else 0.0
+
+
+def layer_gains(
+    layers: Sequence[nn.Module],
+    captured: CapturedStep,
+    candidates: Sequence[Iterable[Candidate]],
+    codec_names: Sequence[str],
+    *,
+    other_codecs: Sequence[str] = (),
+    below2: float,
+    advance: Callable[[], None],
+) -> list[Gain]:
+    """Gains of each layer's candidates for each codec, on one micro-batch.
+
+    Args:
+        layers: the decoder layers, in training mode.
+        captured: their inputs and upstream gradients in one real step.
+        candidates: which units of each layer to compress.
+        codec_names: codecs to measure.
+        other_codecs: codecs whose gains follow from the first measured one's by the ratio of their errors.
+        below2: squared norm of the gradient below the first layer (the embedding's lookup).
+        advance: called after each layer.
+
+    Raises:
+        HiloreError: a gradient is not finite.
+    """
+    gains: list[Gain] = []
+    for index, layer in enumerate(layers):
+        exact, exact_input = _backward(layer, captured.inputs[index], captured.upstream[index], None)
+        input2 = _norm2([exact_input])
+        if not all(torch.isfinite(gradient).all() for gradient in (*exact, exact_input)):
+            raise HiloreError(f"layer {index}", "has a gradient that is not finite", "check the weights and the dtype")
+        for candidate in candidates[index]:
+            for name in codec_names:
+                others = other_codecs if name == codec_names[0] else ()
+                mode = _Substitute(candidate.op_index, name, others)
+                grads, input_grad = _backward(layer, captured.inputs[index], captured.upstream[index], mode)
+                change2 = _norm2(new - old for new, old in zip(grads, exact, strict=True))
+                change2 += _norm2([input_grad - exact_input]) / input2 * below2 if input2 else 0.0
+                for other, error in mode.errors.items():
+                    scale2 = (error / mode.errors[name]) ** 2 if mode.errors[name] else 0.0
+                    gains.append(
+                        Gain(layer=index, unit=candidate.unit, codec=other, error=error, change2=change2 * scale2)
+                    )
+        below2 += _norm2(exact)
+        advance()
+    return gains
+
+
+def lookup_norm2(token_ids: torch.Tensor, gradient: torch.Tensor) -> float:
+    """Squared norm of the gradient that an embedding table gets from its lookup.
+
+    Args:
+        token_ids: [B, S].
+        gradient: [B, S, H], of the embedding's output.
+    """
+    rows, inverse = torch.unique(token_ids, return_inverse=True)
+    table = gradient.new_zeros((len(rows), gradient.shape[-1]), dtype=torch.float32)
+    table.index_add_(0, inverse.flatten(), gradient.flatten(0, -2).float())
+    return _norm2([table])
+
+
+def input_gradient(layer: nn.Module, call: LayerInput, upstream: torch.Tensor) -> torch.Tensor:
+    """The gradient of the layer's input, exactly."""
+    with no_weight_gradients(layer):
+        return _backward(layer, call, upstream, None)[1]
+
+
+@contextmanager
+def no_weight_gradients(layer: nn.Module) -> Iterator[None]:
+    """While inside, the layer's parameters ask for no gradient."""
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _backward(
+    layer: nn.Module, call: LayerInput, upstream: torch.Tensor, mode: TorchDispatchMode | None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Parameter gradients and input gradient of one local forward and backward; dropout always the same."""
+    args, kwargs, leaf = call.fresh()
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    devices = [upstream.device] if upstream.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), mode or nullcontext():
+        torch.manual_seed(0)
+        with torch.enable_grad():
+            out = layer_output(layer(*args, **kwargs))
+    grads = torch.autograd.grad(out, [leaf, *weights], upstream, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, [leaf, *weights], strict=True)]
+    return tuple(filled[1:]), filled[0]
+
+
+def _norm2(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(float(tensor.float().square().sum(dtype=torch.float64)) for tensor in tensors)

@@ -1,0 +1,89 @@
+"""Predicted beside measured: the table that says whether a plan keeps its promises."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from hilore_cli.quantities import format_bytes
+from hilore_cli.report.grid import Grid, milliseconds, percent
+
+if TYPE_CHECKING:
+    from hilore_cli.experiments.reports import Promise, VerifyReport
+
+
+def verify_facts(report: "VerifyReport") -> dict[str, Any]:
+    """The keys that `hilore verify --json` promises."""
+    return {
+        "plan": report.plan,
+        "rung": report.rung,
+        "rounds": report.rounds,
+        "predicted": _promise_facts(report.predicted),
+        "measured": _promise_facts(report.measured),
+        "gc": _promise_facts(report.gc),
+        "plain": _promise_facts(report.plain),
+        "tax_recovered": report.tax_recovered,
+        "forward_equal": report.forward_equal,
+        "bit_equal": report.bit_equal,
+        "held_bytes": {"plan": report.held_plan_bytes, "measured": report.held_measured_bytes},
+        "ok": report.ok,
+        "broken": list(report.broken),
+    }
+
+
+def verify_steps(*reports: "VerifyReport") -> Grid:
+    """Plain, GC and each rung, as measured in one interleaved run."""
+    first = reports[0]
+    rows = [_step_row("plain", first.plain), _step_row("GC", first.gc)]
+    rows += [
+        _step_row(f"rung {report.rung}", report.measured, error=_error(report), back=percent(report.tax_recovered))
+        for report in reports
+    ]
+    return Grid(
+        title=f"measured, {first.rounds} interleaved rounds",
+        header=("", "step", "fastest", "peak", "gradient error", "tax recovered"),
+        rows=tuple(rows),
+        emphasis=frozenset(range(2, len(rows))),
+    )
+
+
+def verify_promises(report: "VerifyReport") -> Grid:
+    """Each promise with a tick or a cross."""
+    predicted, measured = report.predicted, report.measured
+    checks = (
+        ("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes)),
+        ("step", milliseconds(predicted.step_us), milliseconds(measured.step_us)),
+        ("risk", percent(predicted.risk), _error(report)),
+        ("held", format_bytes(report.held_plan_bytes), format_bytes(report.held_measured_bytes)),
+        ("forward", "bit-equal", "bit-equal" if report.forward_equal else "differs"),
+    )
+    rows = tuple((_mark(report, name), name, promised, found) for name, promised, found in checks)
+    return Grid(
+        title=f"{report.plan}, rung {report.rung}", header=("", "promise", "predicted", "measured"), rows=rows, words=2
+    )
+
+
+def _mark(report: "VerifyReport", name: str) -> str:
+    return "✗ broken" if any(line.startswith(name) for line in report.broken) else "✓ holds"
+
+
+def _error(report: "VerifyReport") -> str:
+    return "bit-equal" if report.bit_equal else percent(report.measured.risk)
+
+
+def _step_row(name: str, promise: "Promise", *, error: str = "", back: str = "") -> tuple[str, ...]:
+    return (
+        name,
+        milliseconds(promise.step_us),
+        milliseconds(promise.fastest_us),
+        format_bytes(promise.peak_bytes),
+        error,
+        back,
+    )
+
+
+def _promise_facts(promise: "Promise") -> dict[str, Any]:
+    facts = dataclasses.asdict(promise)
+    return {
+        "peak_bytes": facts["peak_bytes"],
+        **{f"{name}_ms": facts[f"{name}_us"] / 1000 for name in ("step", "fastest", "cpu")},
+        "risk": facts["risk"],
+    }

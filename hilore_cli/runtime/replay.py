@@ -1,0 +1,186 @@
+"""Op-level replay of one decoder layer (DESIGN section 3).
+
+The layer runs inside torch's non-reentrant checkpoint. In forward a dispatch mode keeps the outputs that the plan
+stores or compresses. In backward the checkpoint calls the layer again, and a second mode hands each kept output back
+instead of running its op, runs what is still needed, and skips dead ops: nothing reads their outputs, so an
+uninitialised tensor of the right shape stands in for them. Every check that keeps this from being silently wrong is
+here: the op streams must agree by position and name, and no tensor that replay reads may have changed since forward.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilore_cli.errors import ReplayError
+from hilore_cli.measuring.codecs import Packed, codec
+from hilore_cli.measuring.stream import counts, leaves, tensors
+
+NO_CODEC = "none"
+SAME = "change nothing between this forward and its backward, or solve a plan that recomputes this layer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpPolicy:
+    """What to do with one op of the stream: its name, whether replay runs it, and the codec of each kept leaf."""
+
+    name: str
+    runs: bool
+    kept: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """One kept output: the tensor or its packed form, and the version its original had when it was kept."""
+
+    value: torch.Tensor | Packed
+    original: Callable[[], torch.Tensor | None]
+    version: int
+    held_bytes: int
+
+
+def stand_in(like: tuple[Any, ...]) -> torch.Tensor:
+    """An uninitialised tensor for the output of a dead op: (sizes, strides, dtype, device)."""
+    size, stride, dtype, device = like
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class LayerCall:
+    """One forward of one layer and, later, its replay: what is kept, and what must not change meanwhile."""
+
+    def __init__(self, path: str, policy: tuple[OpPolicy, ...], arguments: Any) -> None:
+        self.path = path
+        self.policy = policy
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.dead: dict[int, Any] = {}
+        self.ops_in_forward = 0
+        self._arguments = [(tensor, tensor._version) for tensor in tensors(arguments)]  # noqa: SLF001
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """The pair that checkpoint's `context_fn` wants: one around forward, one around replay."""
+        return _Keeping(self), _Replaying(self)
+
+    def op_policy(self, index: int, func: Any, when: str) -> OpPolicy:
+        """The policy at this position of the stream. Raises ReplayError if another op stands there."""
+        planned = self.policy[index].name if index < len(self.policy) else "the end of the layer"
+        if planned != str(func):
+            raise ReplayError(
+                f"{self.path}, op {index} in {when}",
+                f"the plan has {planned}, the model runs {func}",
+                "profile and solve again with these versions, this attention kernel and this kind of batch",
+            )
+        return self.policy[index]
+
+    def keep(self, index: int, op: OpPolicy, out: Any) -> None:
+        """Keep the leaves that the plan keeps, compressed at once, so that an original dies with its last reader."""
+        values = list(leaves(out))
+        for leaf, name in op.kept:
+            tensor = values[leaf]
+            value = tensor.detach() if name == NO_CODEC else codec(name).pack(tensor.detach())
+            self.kept[index, leaf] = Kept(
+                value=value,
+                original=_strong(value) if isinstance(value, torch.Tensor) else weakref.ref(tensor),
+                version=tensor._version,  # noqa: SLF001
+                held_bytes=value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else value.held_bytes,
+            )
+
+    def give_back(self, index: int, leaf: int) -> torch.Tensor:
+        """A kept output as if its op had just run."""
+        value = self.kept[index, leaf].value
+        return value.detach() if isinstance(value, torch.Tensor) else codec(value.codec).unpack(value)
+
+    def check_unchanged(self) -> None:
+        """Raise ReplayError if an argument or a kept output was changed in place since forward."""
+        if any(tensor._version != version for tensor, version in self._arguments):  # noqa: SLF001
+            raise ReplayError(self.path, "a tensor passed to the layer was changed in place after its forward", SAME)
+        for (index, _), kept in self.kept.items():
+            original = kept.original()
+            if original is not None and original._version != kept.version:  # noqa: SLF001
+                name = self.policy[index].name
+                raise ReplayError(self.path, f"the kept output of {name} was changed in place after its forward", SAME)
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if counts(func, args):
+            call, index = self.call, self.call.ops_in_forward
+            call.ops_in_forward += 1
+            op = call.op_policy(index, func, "forward")
+            if op.kept:
+                call.keep(index, op, out)
+            if not op.runs:
+                call.dead[index] = _describe(out)
+        return out
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self.call = call
+        self.index = 0
+
+    def __enter__(self) -> Any:
+        self.index = 0
+        self.call.check_unchanged()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not counts(func, args):
+            return func(*args, **(kwargs or {}))
+        call, index = self.call, self.index
+        self.index += 1
+        op = call.op_policy(index, func, "replay")
+        if not op.runs and func.overloadpacket.__name__.endswith("_"):
+            return args[0]  # a dead in-place op: its target is as dead as itself
+        out = func(*args, **(kwargs or {})) if op.runs else None
+        if op.runs and not op.kept:
+            return out
+        return _rebuild(call, index, dict(op.kept), out)
+
+
+def _rebuild(call: LayerCall, index: int, kept: dict[int, str], out: Any) -> Any:
+    """The op's outputs in their own structure: kept leaves handed back, the others run or stood in for."""
+    position = -1
+
+    def fill(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, list):
+            return [fill(entry) for entry in value]
+        if isinstance(value, tuple) and not isinstance(value, _Description):
+            return tuple(fill(entry) for entry in value)
+        position += 1
+        if position in kept:
+            return call.give_back(index, position)
+        return stand_in(value) if isinstance(value, _Description) else value
+
+    return fill(call.dead[index] if out is None else out)
+
+
+class _Description(tuple[Any, ...]):
+    """Sizes, strides, dtype and device of a tensor that is not kept."""
+
+    __slots__ = ()
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Description((value.size(), value.stride(), value.dtype, value.device))
+    if isinstance(value, tuple | list):
+        return type(value)([_describe(entry) for entry in value])
+    return value
+
+
+def _strong(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: value

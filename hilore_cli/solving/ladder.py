@@ -1,0 +1,58 @@
+"""A ladder of rungs: the same cap at several risks, so that the runtime can spend risk where it costs least.
+
+Risk never decides whether a plan fits (see `nearest`), so either every rung exists or none does.
+"""
+
+import time
+from dataclasses import dataclass
+
+from hilore_cli.solving.evaluate import Assignment
+from hilore_cli.solving.problem import Problem
+from hilore_cli.solving.solver import GAP, Solution, solve_problem
+
+MULTIPLES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SolvedRung:
+    """One rung: the risk it was solved under and the solution."""
+
+    risk: float
+    solution: Solution
+
+
+def ladder_risks(risk: float) -> tuple[float, ...]:
+    """The risks to solve at, ascending: 0 to 4 times the one asked for, those of 1 and above left out."""
+    return tuple(sorted({risk * multiple for multiple in MULTIPLES if risk * multiple < 1.0}))
+
+
+def solve_ladder(
+    problem: Problem,
+    *,
+    cap_bytes: int,
+    risk: float,
+    cap_text: str = "",
+    gap: float = GAP,
+    time_limit_s: float = 120.0,
+) -> tuple[SolvedRung, ...]:
+    """Solve every rung under the cap (bytes, static included); a larger budget is never slower.
+
+    The time limit is for all rungs together; what one leaves is shared by those after it. Raises Infeasible.
+    """
+    deadline = time.monotonic() + time_limit_s
+    risks = ladder_risks(risk)
+    rungs: list[SolvedRung] = []
+    start: Assignment | None = None
+    for position, budget in enumerate(risks):
+        solution = solve_problem(
+            problem,
+            cap_bytes=cap_bytes,
+            risk=budget,
+            cap_text=cap_text,
+            gap=gap,
+            time_limit_s=max(deadline - time.monotonic(), 0.0) / (len(risks) - position),
+            start=start,
+        )
+        start = solution.assignment
+        rungs.append(SolvedRung(risk=budget, solution=solution))
+    return tuple(rungs)
