@@ -15,12 +15,13 @@ import torch
 
 from hilore_cli.measuring.codecs import codec, names
 
-Result = TypeVar("Result")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 
 
-def timed(work: Callable[[], Result], device: str) -> tuple[Result, float]:
+def timed(work: Callable[[Input], Output], value: Input, device: str) -> tuple[Output, float]:
     start = time.perf_counter()
-    result = work()
+    result = work(value)
     if device != "cpu":
         torch.cuda.synchronize()
     return result, (time.perf_counter() - start) * 1e3
@@ -44,8 +45,8 @@ def main() -> None:
     ratio, error = {}, {}
     for round_ in range(args.rounds + 1):
         for one in used:
-            packed, packing = timed(lambda one=one: one.pack(values), args.device)
-            unpacked, unpacking = timed(lambda one=one, packed=packed: one.unpack(packed), args.device)
+            packed, packing = timed(one.pack, values, args.device)
+            unpacked, unpacking = timed(one.unpack, packed, args.device)
             if round_ == 0:
                 ratio[one.name] = packed.held_bytes / values.nbytes
                 error[one.name] = float((unpacked.double() - values.double()).norm() / values.double().norm())
@@ -58,10 +59,9 @@ def main() -> None:
     )
     print(f"{'codec':<12} {'bytes':>7} {'rel. L2':>8} {'pack ms':>16} {'unpack ms':>16} {'GB/s':>6}")
     for one in used:
-        packing, unpacking = pack_ms[one.name], unpack_ms[one.name]
-        median, least = (statistics.median(packing), statistics.median(unpacking)), (min(packing), min(unpacking))
-        columns = [f"{middle:8.2f} ({low:5.2f})" for middle, low in zip(median, least, strict=True)]
-        rate = values.nbytes / sum(median) / 1e6
+        runs = pack_ms[one.name], unpack_ms[one.name]
+        columns = [f"{statistics.median(run):8.2f} ({min(run):5.2f})" for run in runs]
+        rate = values.nbytes / sum(statistics.median(run) for run in runs) / 1e6
         print(f"{one.name:<12} {ratio[one.name]:7.3f} {error[one.name]:8.5f} {columns[0]} {columns[1]} {rate:6.2f}")
 
 

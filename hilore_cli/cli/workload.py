@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hilore_cli.errors import FileError, HiloreError
-from hilore_cli.measuring.options import LOSSES, LossSpec, WorkloadOptions
+from hilore_cli.measuring.options import LossSpec, WorkloadOptions, parse_loss
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Profile, Shape, load_profile
+
+_SAMPLED_HERE = ("builtin", "random")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +95,12 @@ def options_from_profile(profile: Profile) -> WorkloadOptions:
     return WorkloadOptions(
         model=workload.model,
         weights=workload.weights,
-        rollouts=None if workload.rollouts == "builtin" else Path(workload.rollouts),
+        rollouts=None if workload.rollouts in _SAMPLED_HERE else Path(workload.rollouts),
         shape=profile.meta.shape,
         dtype=identity.dtype,
         attention=identity.attention,
-        device=workload.device.split(":")[0].split(" ")[0],
-        loss=loss_from_text(workload.loss),
+        device="cpu" if workload.device == "cpu" else "cuda",
+        loss=_loss(workload.loss),
         optimizer=workload.optimizer,
         seed=workload.seed,
     )
@@ -122,13 +124,9 @@ def check_rollouts(options: WorkloadOptions) -> WorkloadOptions:
     return options
 
 
-def loss_from_text(text: str) -> LossSpec:
-    """`dapo`, or `dapo level=token beta=0.04 ...`: a loss as a profile records it."""
-    words = text.replace(",", " ").replace(":", " ").split()
-    fields = {field.name for field in dataclasses.fields(LossSpec)} - {"kind"}
-    values: dict[str, Any] = {}
-    for word in words[1:]:
-        name, _, value = word.partition("=")
-        if name in fields and value not in ("", "None"):
-            values[name] = value if name == "level" else float(value)
-    return LossSpec(kind=words[0], **values) if words and words[0] in LOSSES else LossSpec()
+def _loss(line: str) -> LossSpec:
+    """A loss that this hilore does not know is asked for, not guessed."""
+    try:
+        return parse_loss(line)
+    except (TypeError, ValueError) as error:
+        raise HiloreError("the profile's loss", f"'{line}' cannot be read", "name it with --loss") from error

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.stream import tensors
 from hilore_cli.tables.profile_table import Identity, StaticBytes
 
 
@@ -18,6 +19,13 @@ def static_bytes(model: nn.Module, optimizer: str) -> StaticBytes:
         optimizer=states,
         buffers=_storage_bytes(list(model.buffers())),
     )
+
+
+def measured_static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the standing tensors as they are now, by storage: gradients and optimizer states included."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    states = [] if optimizer is None else tensors(list(optimizer.state.values()))
+    return _storage_bytes([*model.parameters(), *model.buffers(), *gradients, *states])
 
 
 def model_identity(model: nn.Module, name: str) -> Identity:

@@ -5,7 +5,6 @@ gradients, and a whole plain step is run only where it fits beside that limit.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch import nn
 
 from hilore_cli.errors import HiloreError
 from hilore_cli.experiments.assembly import Measurements, assemble
+from hilore_cli.experiments.facts import static_bytes
 from hilore_cli.experiments.overheads import Overheads, measure_overheads
 from hilore_cli.experiments.progress import Progress, Silent
-from hilore_cli.experiments.facts import static_bytes
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring import identity
 from hilore_cli.measuring.codecs import codec
@@ -58,7 +57,7 @@ def profile_actor(
         HiloreError: the model, the rollouts or a flag cannot be used.
     """
     progress = progress or Silent()
-    workload = prepare(options, micro_batches=CALIBRATION_BATCHES, skip=0, progress=progress)
+    workload = prepare(options, count=CALIBRATION_BATCHES, skip=0, progress=progress)
     return Profiler(workload, codecs or DEFAULT_CODECS, progress).measure(rounds=rounds, command=command)
 
 

@@ -1,13 +1,13 @@
-"""A workload made ready: the actor loaded, its data in micro-batches, its static bytes counted."""
+"""A workload made ready: the actor loaded, its rollouts found or sampled, and micro-batches made of them."""
 
 from dataclasses import dataclass
 
-from hilore_cli.errors import HiloreError
 from hilore_cli.experiments.progress import Progress
 from hilore_cli.measuring import identity
 from hilore_cli.measuring.models import Actor, load_actor
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.measuring.rollouts import (
+    GROUP_SIZE,
     MicroBatch,
     Rollouts,
     micro_batches,
@@ -16,7 +16,7 @@ from hilore_cli.measuring.rollouts import (
     sample_rollouts,
 )
 
-GROUP_SIZE = 8
+_PERCENT = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,32 @@ class PreparedWorkload:
     micro_batches: tuple[MicroBatch, ...]
 
 
-def prepare(options: WorkloadOptions, *, micro_batches: int, skip: int, progress: Progress) -> PreparedWorkload:
-    """Load the actor and make its micro-batches, leaving out the first `skip` (a profile's). Raises HiloreError."""
+def prepare(options: WorkloadOptions, *, count: int, skip: int, progress: Progress) -> PreparedWorkload:
+    """Load the actor and make `count` micro-batches, after the first `skip`. Raises HiloreError."""
     progress.stage(f"Loading {options.model}", 1)
     actor = load_actor(options)
+    identity.decoder_layers(actor.model)  # before anything slow, an error if there are none
     progress.advance()
-    rollouts = _rollouts(options, actor, micro_batches=micro_batches + skip, progress=progress)
-    identity.decoder_layers(actor.model)
+    rollouts = _rollouts(options, actor, sequences=(count + skip) * options.shape.micro_batch, progress=progress)
     actor.model.train()
-    return PreparedWorkload(options=options, actor=actor, rollouts=rollouts, micro_batches=())
+    device = next(actor.model.parameters()).device
+    batches = micro_batches(rollouts, options.shape, pad_id=actor.pad_id, count=count, device=device, skip=skip)
+    return PreparedWorkload(options=options, actor=actor, rollouts=rollouts, micro_batches=tuple(batches))
+
+
+def _rollouts(options: WorkloadOptions, actor: Actor, *, sequences: int, progress: Progress) -> Rollouts:
+    if options.rollouts is not None:
+        return read_rollouts(options.rollouts, actor.tokenizer, vocab_size=actor.vocab_size)
+    groups = -(-sequences // GROUP_SIZE)
+    if options.weights == "random":
+        return random_rollouts(actor.vocab_size, options, groups=groups)
+    progress.stage("Sampling rollouts", _PERCENT)
+    told = 0
+
+    def tell(share: float) -> None:
+        nonlocal told
+        while told < share * _PERCENT:
+            told += 1
+            progress.advance()
+
+    return sample_rollouts(actor, options, groups_wanted=groups, progress=tell)

@@ -125,9 +125,7 @@ def _llama3(hidden: int, layers: int, heads: int, ffn: int, *, rope_factor: floa
     )
 
 
-def _smollm2(
-    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, rope_theta: float = 1e5
-) -> Architecture:
+def _smollm2(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, rope_theta: float = 1e5) -> Architecture:
     return Architecture(
         model_type="llama",
         hidden=hidden,

@@ -27,7 +27,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             "has no decoder layers that hilore can find",
             f"it looks for a torch.nn.ModuleList named one of {', '.join(_STACKS)}; give a Hugging Face causal LM",
         )
-    return list(max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters())))
+    return list(max(stacks, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters())))
 
 
 def config_hash(model: nn.Module) -> str:

@@ -15,6 +15,7 @@ import importlib.util
 import re
 import warnings
 from dataclasses import dataclass
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,18 +106,13 @@ def load_actor(options: WorkloadOptions) -> Actor:
                 "choose a smaller model, --dtype bfloat16, or another device",
             ) from error
     model.config.use_cache = False
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
     return Actor(model=model, tokenizer=tokenizer, name=slug(options.model), weights_digest=digest)
 
 
 def slug(model: str) -> str:
     """`Qwen/Qwen3-1.7B` -> `qwen3-1.7b`; a folder gives its name, a GGUF file its stem."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        name = path.resolve().name
-    else:
-        name = path.name.removesuffix(".gguf")
+    name = path.resolve().name if path.is_dir() else path.name.removesuffix(".gguf")
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"
 
 
@@ -134,28 +130,25 @@ def weights_digest(model: torch.nn.Module) -> str:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No progress bars, notes or warnings of transformers and the hub client inside; as before afterwards."""
-    import huggingface_hub.utils as hub  # noqa: PLC0415 - slow to import
-    from transformers.utils import logging  # noqa: PLC0415 - slow to import
+    from huggingface_hub.utils import logging as hub_logging  # noqa: PLC0415 - slow to import
+    from transformers.utils import logging  # noqa: PLC0415
 
-    verbosity, hub_verbosity = logging.get_verbosity(), hub.logging.get_verbosity()
-    bars, hub_bars = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
-    logging.set_verbosity(logging.CRITICAL)
-    hub.logging.set_verbosity(hub.logging.CRITICAL)
+    verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    hub_logging.set_verbosity(CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            logging.disable_progress_bar()
-            hub.disable_progress_bars()
+            logging.disable_progress_bar()  # the hub client's too
             yield
     finally:
         logging.set_verbosity(verbosity)
-        hub.logging.set_verbosity(hub_verbosity)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if bars:
+        hub_logging.set_verbosity(hub_verbosity)
+        if bars:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 logging.enable_progress_bar()
-            if hub_bars:
-                hub.enable_progress_bars()
 
 
 def _device(options: WorkloadOptions) -> torch.device:
@@ -291,8 +284,7 @@ def _probe_hub(model_id: str) -> None:
         raise HiloreError(
             flag,
             "is not in the local cache, and the hub cannot be reached",
-            "name a local folder, or set HF_HOME to a cache that holds the model, "
-            f"or use --weights random, {shipped}",
+            f"name a local folder, or set HF_HOME to a cache that holds the model, or use --weights random, {shipped}",
         ) from error
 
 
@@ -329,7 +321,8 @@ def _load(load: Callable[..., Any], options: WorkloadOptions, source: _Source, *
     """Run a loader of transformers; whatever it raises on a broken source becomes one line."""
     thing = f"--model {options.model}"
     try:
-        return load(source.location, **source.arguments(), **asked)
+        with _no_gguf_bar():
+            return load(source.location, **source.arguments(), **asked)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise HiloreError(thing, "does not fit into memory", "choose a smaller model or --dtype bfloat16") from error
     except Exception as error:
@@ -340,6 +333,22 @@ def _load(load: Callable[..., Any], options: WorkloadOptions, source: _Source, *
             rule = f"cannot be loaded ({_first_line(error)})"
             hint = "check that the folder holds config.json and complete weights; or use --weights random"
         raise HiloreError(thing, rule, hint) from error
+
+
+@contextlib.contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """The one bar of transformers that obeys no switch; its module looks the name up when it reads a file."""
+    from transformers import modeling_gguf_pytorch_utils as reader  # noqa: PLC0415 - slow to import
+
+    if not hasattr(reader, "tqdm"):
+        yield
+        return
+    bar = reader.tqdm
+    reader.tqdm = lambda items, **_: items
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
 
 
 def _plain_copy(quantised: Any, options: WorkloadOptions) -> Any:

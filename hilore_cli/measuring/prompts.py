@@ -87,7 +87,9 @@ def _two_digit_difference(draw: random.Random) -> tuple[str, int]:
 def _three_step_story(draw: random.Random) -> tuple[str, int]:
     name, thing = draw.choice(_NAMES), draw.choice(_THINGS)
     boxes, each, lost = draw.randint(3, 9), draw.randint(12, 25), draw.randint(5, 20)
-    text = f"{name} fills {boxes} boxes with {each} {thing} each and then loses {lost} {thing}. How many {thing} are left?"
+    text = (
+        f"{name} fills {boxes} boxes with {each} {thing} each and then loses {lost} {thing}. How many {thing} are left?"
+    )
     return f"{text} Solve it step by step.", boxes * each - lost
 
 

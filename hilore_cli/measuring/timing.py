@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,6 +26,11 @@ class Rounds:
         return median(self.wall_us)
 
     @property
+    def median_cpu_us(self) -> float:
+        """Median CPU time of the process."""
+        return median(self.cpu_us)
+
+    @property
     def fastest_us(self) -> float:
         """Fastest wall time: the steadiest figure on a shared machine."""
         return min(self.wall_us)
@@ -35,21 +41,33 @@ def interleaved(
     *,
     rounds: int,
     device: torch.device,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     advance: Callable[[], None] = lambda: None,
     warmups: int = 1,
 ) -> dict[str, Rounds]:
-    """Time each variant once a round, in turn (A B C A B C), after `warmups` untimed rounds."""
+    """Time each variant once a round, in turn (A B C A B C), after `warmups` untimed rounds.
+
+    Args:
+        variants: what to time, by name.
+        rounds: timed rounds.
+        device: waited for before and after each run.
+        around: a context to enter, untimed, around each run of a variant.
+        advance: called after each run.
+        warmups: untimed rounds before.
+    """
     wall: dict[str, list[float]] = defaultdict(list)
     cpu: dict[str, list[float]] = defaultdict(list)
     for number in range(-warmups, rounds):
         for name, run in variants.items():
-            _wait(device)
-            wall_start, cpu_start = time.perf_counter(), time.process_time()
-            run()
-            _wait(device)
+            with around[name]() if around else nullcontext():
+                _wait(device)
+                wall_start, cpu_start = time.perf_counter(), time.process_time()
+                run()
+                _wait(device)
+                wall_us, cpu_us = time.perf_counter() - wall_start, time.process_time() - cpu_start
             if number >= 0:
-                wall[name].append((time.perf_counter() - wall_start) * 1e6)
-                cpu[name].append((time.process_time() - cpu_start) * 1e6)
+                wall[name].append(wall_us * 1e6)
+                cpu[name].append(cpu_us * 1e6)
             advance()
     return {name: Rounds(wall_us=tuple(wall[name]), cpu_us=tuple(cpu[name])) for name in variants}
 

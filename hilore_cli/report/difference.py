@@ -132,7 +132,7 @@ def changed_metadata(found: Difference) -> Grid:
         for name, (a, b) in found.metadata.items()
         if not name.startswith(("rungs[", "memory.", "timing."))
     )
-    return Grid(title="metadata", header=("name", "a", "b"), rows=rows, words=3)
+    return Grid(title="metadata" if rows else "no metadata differ", header=("name", "a", "b"), rows=rows, words=3)
 
 
 def changed_rows(found: Difference, *, limit: int) -> Grid:
@@ -151,12 +151,13 @@ def changed_rows(found: Difference, *, limit: int) -> Grid:
 
 
 def changed_totals(found: Difference) -> Grid:
-    """Totals of both files, and by how much they moved."""
+    """Totals that moved, and by how much."""
     rows = tuple(
         (name, _amount(name, a), _amount(name, b), f"{(b - a) / a:+.1%}" if a else "")
         for name, (a, b) in found.totals.items()
+        if a != b
     )
-    return Grid(title="totals", header=("", "a", "b", "change"), rows=rows)
+    return Grid(title="totals" if rows else "no total moved", header=("", "a", "b", "change"), rows=rows)
 
 
 def _amount(name: str, value: float) -> str:

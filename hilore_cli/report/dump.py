@@ -10,17 +10,20 @@ from hilore_cli.tables import plan_table, profile_table
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Profile
 
-_KEYS = ("rung", "shape", "layer", "unit", "module", "op", "codec")
+_PLAN_KEYS = ("rung", "layer", "unit", "module", "op", "action")
+_PROFILE_KEYS = ("shape", "layer", "unit", "module", "op", "codec")
 
 
 def dump_lines(file: Profile | Plan) -> Iterator[str]:
     """Metadata, sorted by name, then one line a row; nothing depends on the file's place or on the day."""
-    kind, schema = ("plan", plan_table.SCHEMA) if isinstance(file, Plan) else ("profile", profile_table.SCHEMA)
+    if isinstance(file, Plan):
+        kind, keys, columns = "plan", _PLAN_KEYS, plan_table.SCHEMA.names
+    else:
+        kind, keys, columns = "profile", _PROFILE_KEYS, profile_table.SCHEMA.names
     yield f"kind = {kind}"
     for name, value in sorted(flat_metadata(dataclasses.asdict(file.meta))):
         yield f"{name} = {value}"
-    keys = [name for name in _KEYS if name in schema.names]
-    rest = [name for name in schema.names if name not in keys]
+    rest = [name for name in columns if name not in keys]
     read_keys, read_rest = attrgetter(*keys), attrgetter(*rest)
     for row in file.rows:
         labels = " ".join(f"{name} {value}" for name, value in zip(keys, read_keys(row), strict=True) if value != "")

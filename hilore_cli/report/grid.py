@@ -52,7 +52,7 @@ def _colour(cell: str) -> str:
 def milliseconds(us: float) -> str:
     """`81.3 ms`, from microseconds."""
     ms = us / 1000
-    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3f} ms"
+    return f"{ms:,.0f} ms" if ms >= 999.95 else f"{ms:.1f} ms" if ms >= 9.9995 else f"{ms:.3f} ms"
 
 
 def percent(share: float) -> str:

@@ -72,7 +72,7 @@ def plan_rungs(plan: Plan) -> Grid:
             f"{rung.plain_layers}/{plan.meta.layers}",
             milliseconds(rung.greedy_us),
             percent(greedy_margin(rung)),
-            f"{rung.status}, gap {percent(rung.gap)}",
+            f"{rung.status} {percent(rung.gap)}",
         )
         for rung in plan.meta.rungs
     )
@@ -86,10 +86,10 @@ def plan_rungs(plan: Plan) -> Grid:
         "store",
         "compress",
         "recompute",
-        "plain layers",
+        "plain",
         "greedy",
         "margin",
-        "solved",
+        "gap",
     )
     chosen = frozenset(position for position, rung in enumerate(plan.meta.rungs) if rung.rung == plan.meta.chosen)
     return Grid(title="rungs (* solved for --risk)", header=header, rows=rows, emphasis=chosen)

@@ -21,6 +21,10 @@ def verify_facts(report: "VerifyReport") -> dict[str, Any]:
         "gc": _promise_facts(report.gc),
         "plain": _promise_facts(report.plain),
         "tax_recovered": report.tax_recovered,
+        "tax_recovered_fastest": report.tax_recovered_fastest,
+        "time_ratio": report.time_ratio,
+        "cap_bytes": report.cap_bytes,
+        "risk_budget": report.risk_budget,
         "forward_equal": report.forward_equal,
         "bit_equal": report.bit_equal,
         "held_bytes": {"plan": report.held_plan_bytes, "measured": report.held_measured_bytes},
@@ -48,17 +52,31 @@ def verify_steps(*reports: "VerifyReport") -> Grid:
 def verify_promises(report: "VerifyReport") -> Grid:
     """Each promise with a tick or a cross."""
     predicted, measured = report.predicted, report.measured
+    ratio = f"{report.time_ratio:.2f}x to plain"
+    budget = f"<= {percent(report.risk_budget)}" if report.risk_budget else "bit-equal"
     checks = (
-        ("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes)),
-        ("step", milliseconds(predicted.step_us), milliseconds(measured.step_us)),
-        ("risk", percent(predicted.risk), _error(report)),
-        ("held", format_bytes(report.held_plan_bytes), format_bytes(report.held_measured_bytes)),
-        ("forward", "bit-equal", "bit-equal" if report.forward_equal else "differs"),
+        ("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes), _cap(report)),
+        (
+            "time",
+            milliseconds(predicted.step_us),
+            milliseconds(measured.step_us),
+            ratio,
+        ),
+        ("risk", percent(predicted.risk), _error(report), budget),
+        ("held bytes", format_bytes(report.held_plan_bytes), format_bytes(report.held_measured_bytes), "equal"),
+        ("forward", "bit-equal", "bit-equal" if report.forward_equal else "differs", "bit-equal"),
     )
-    rows = tuple((_mark(report, name), name, promised, found) for name, promised, found in checks)
+    rows = tuple((_mark(report, name), name, *cells) for name, *cells in checks)
     return Grid(
-        title=f"{report.plan}, rung {report.rung}", header=("", "promise", "predicted", "measured"), rows=rows, words=2
+        title=f"{report.plan}, rung {report.rung}",
+        header=("", "promise", "predicted", "measured", "against"),
+        rows=rows,
+        words=2,
     )
+
+
+def _cap(report: "VerifyReport") -> str:
+    return f"cap {format_bytes(report.cap_bytes)}"
 
 
 def _mark(report: "VerifyReport", name: str) -> str:

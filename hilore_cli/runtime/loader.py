@@ -43,7 +43,7 @@ class LayerPolicy:
 
 
 class Applied:
-    """A plan at work in a model. A context manager: leaving it removes the plan."""
+    """A plan at work in a model. As a context manager it is removed at the end, and put back on entering again."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._layers = identity.decoder_layers(model)
@@ -52,8 +52,7 @@ class Applied:
         self._held: list[dict[int, int]] = [{} for _ in self._layers]
         self.rung = plan.meta.chosen
         self._forwards = [types.MethodType(_forward(self, index), layer) for index, layer in enumerate(self._layers)]
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.forward = forward
+        self.__enter__()
 
     @property
     def rung(self) -> int:
@@ -81,6 +80,8 @@ class Applied:
                 del layer.forward
 
     def __enter__(self) -> Self:
+        for layer, forward in zip(self._layers, self._forwards, strict=True):
+            layer.forward = forward
         return self
 
     def __exit__(self, *_: object) -> None:

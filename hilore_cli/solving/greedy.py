@@ -5,31 +5,27 @@ their exact marginal effect on the layer they touch; when a layer changes, only 
 The result starts the ILP, and the ILP's margin over it is reported.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from hilore_cli.solving.evaluate import (
-    PLAIN,
-    Assignment,
-    LayerPlan,
-    choice_of,
-    held_bytes,
-    replay_us,
-    working_bytes,
-)
+from hilore_cli.solving.evaluate import PLAIN, Assignment, LayerPlan, choice_of, held_bytes, working_bytes
 from hilore_cli.solving.nearest import frugal_assignment
-from hilore_cli.solving.problem import Layer, Problem
+from hilore_cli.solving.problem import Choice, Layer, Problem
 
-_Ops = dict[tuple[object, ...], int]
+_NOTHING = Choice(codec="", held_bytes=0, codec_us=0.0, risk2=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Move:
-    plan: LayerPlan
+    unit: int | None
+    """None: the whole layer runs plain."""
+    codec: str
     saved_us: float
-    held_bytes: int
     risk2: float
     score: float
+
+    def applied_to(self, plan: LayerPlan) -> LayerPlan:
+        return PLAIN if self.unit is None else LayerPlan(plain=False, kept={**plan.kept, self.unit: self.codec})
 
 
 def solve_greedy(problem: Problem, *, cap_bytes: int, risk: float) -> Assignment | None:
@@ -45,42 +41,38 @@ class _Climb:
         self.problem = problem
         self.plans = list(start)
         self.room = cap_bytes - problem.static_bytes
-        self.risk2_left = risk2
-        self.replay_us = _memoised_replay_us(problem)
-        self.held = [held_bytes(layer, plan) for layer, plan in zip(problem.layers, start, strict=True)]
-        self.rise = [
-            max(layer.forward_peak_bytes, layer.backward_base_bytes + working_bytes(layer, plan))
-            for layer, plan in zip(problem.layers, start, strict=True)
-        ]
-        self.prices = (max(1, self._spare()), risk2)
-        self.moves = [self._moves(index) for index in range(len(start))]
+        self.risk2_left = risk2 * (1 - 1e-12)  # sums taken in another order must not pass the budget
+        self.run_us = [compile_run_us(layer) for layer in problem.layers]
+        self.held = [0] * len(start)
+        self.rise = [0] * len(start)
+        for index, plan in enumerate(start):
+            self._place(index, plan)
+        self.byte_price = 1 / max(1, self._spare())
+        self.risk2_price = 1 / risk2 if risk2 else 0.0
+        self.moves = [self._ranked_moves(index) for index in range(len(start))]
 
     def run(self) -> Assignment:
         """Take the best move that fits until none is left."""
-        while True:
-            open_layers = [index for index, moves in enumerate(self.moves) if moves]
-            if not open_layers:
-                return tuple(self.plans)
+        while any(self.moves):
+            open_layers = (index for index, moves in enumerate(self.moves) if moves)
             layer = max(open_layers, key=lambda index: (self.moves[index][-1].score, -index))
-            move = self.moves[layer].pop()  # what does not fit now never will: room and risk only shrink
-            if self._fits(layer, move):
-                self._take(layer, move)
+            move = self.moves[layer].pop()
+            if self._try(layer, move):
+                self.moves[layer] = self._ranked_moves(layer)
+        return tuple(self.plans)
 
-    def _spare(self) -> int:
-        total, spare = 0, self.room - self.problem.head_peak_bytes - sum(self.held)
-        for held, rise in zip(self.held, self.rise, strict=True):
-            total += held
-            spare = min(spare, self.room - rise - total)
-        return spare
-
-    def _fits(self, layer: int, move: _Move) -> bool:
+    def _try(self, index: int, move: _Move) -> bool:
         if move.risk2 > self.risk2_left:
             return False
-        before = self.held[layer], self.rise[layer]
-        self._place(layer, move.plan)
-        fits = self._spare() >= 0
-        self.held[layer], self.rise[layer] = before
-        return fits
+        before = self.held[index], self.rise[index]
+        plan = move.applied_to(self.plans[index])
+        self._place(index, plan)
+        if self._spare() < 0:
+            self.held[index], self.rise[index] = before
+            return False
+        self.plans[index] = plan
+        self.risk2_left -= move.risk2
+        return True
 
     def _place(self, index: int, plan: LayerPlan) -> None:
         layer = self.problem.layers[index]
@@ -88,66 +80,76 @@ class _Climb:
         rise = layer.backward_base_bytes + working_bytes(layer, plan)
         self.rise[index] = max(layer.forward_peak_bytes, rise)
 
-    def _take(self, layer: int, move: _Move) -> None:
-        self.plans[layer] = move.plan
-        self.risk2_left -= move.risk2
-        self._place(layer, move.plan)
-        self.moves[layer] = self._moves(layer)
+    def _spare(self) -> int:
+        """Bytes between the cap and the highest point of the step."""
+        total, spare = 0, self.room - self.problem.head_peak_bytes - sum(self.held)
+        for held, rise in zip(self.held, self.rise, strict=True):
+            total += held
+            spare = min(spare, self.room - rise - total)
+        return spare
 
-    def _moves(self, index: int) -> list[_Move]:
+    def _ranked_moves(self, index: int) -> list[_Move]:
         """A layer's worthwhile moves, the best one last."""
-        layer, plan = self.problem.layers[index], self.plans[index]
-        if plan.plain:
+        if self.plans[index].plain:
             return []
-        now_us = self.replay_us(index, plan)
-        moves = [self._move(index, now_us, PLAIN)]
-        for position, unit in enumerate(layer.units):
-            for choice in unit.choices:
-                if plan.kept.get(position) != choice.codec:
-                    kept = {**plan.kept, position: choice.codec}
-                    moves.append(self._move(index, now_us, LayerPlan(plain=False, kept=kept)))
-        worthwhile = [move for move in moves if move.saved_us > 0]
+        worthwhile = (move for move in self._moves(index) if move.saved_us > 0)
         return sorted(worthwhile, key=lambda move: (move.score, move.saved_us))
 
-    def _move(self, index: int, now_us: float, plan: LayerPlan) -> _Move:
-        layer, current = self.problem.layers[index], self.plans[index]
-        # the mode's cost falls on the first unit kept: shared by all that follow, so not weighed here
-        saved_us = now_us - (0.0 if plan.plain else self.replay_us(index, plan))
-        held = held_bytes(layer, plan) - held_bytes(layer, current)
-        risk2 = _risk2(layer, plan) - _risk2(layer, current)
-        room, budget = self.prices
-        cost = max(held, 0) / room + (max(risk2, 0.0) / budget if budget else 0.0)
-        return _Move(plan=plan, saved_us=saved_us, held_bytes=held, risk2=risk2, score=saved_us / (cost + 1e-9))
-
-
-def _risk2(layer: Layer, plan: LayerPlan) -> float:
-    return sum(choice_of(layer.units[unit], codec).risk2 for unit, codec in plan.kept.items())
-
-
-def _memoised_replay_us(problem: Problem) -> Callable[[int, LayerPlan], float]:
-    """Replay times, shared between layers with the same stream; they differ in risk only.
-
-    The mode's cost falls on every replayed layer here, kept or not: charged to the first unit alone it would
-    hide what the units after it save. `drop_worthless_keeps` settles it afterwards.
-    """
-    streams: _Ops = {}
-    kinds = [
-        streams.setdefault(
-            (
-                layer.ops,
-                tuple((u.op, u.saved, tuple((c.codec, c.codec_us) for c in u.choices)) for u in layer.units),
-            ),
-            len(streams),
+    def _moves(self, index: int) -> Iterator[_Move]:
+        layer, kept = self.problem.layers[index], self.plans[index].kept
+        chosen = {unit: choice_of(layer.units[unit], codec) for unit, codec in kept.items()}
+        mask = sum(1 << unit for unit in kept)
+        run_us = self.run_us[index](mask)
+        # the mode is paid by the first unit kept, for all that follow: charged to it alone it would hide them
+        replay_us = self.problem.checkpoint_us + self.problem.mode_us + run_us
+        yield self._move(
+            unit=None,
+            codec="",
+            saved_us=replay_us + sum(choice.codec_us for choice in chosen.values()),
+            held=layer.plain_held_bytes - self.held[index],
+            risk2=-sum(choice.risk2 for choice in chosen.values()),
         )
-        for layer in problem.layers
+        for position, unit in enumerate(layer.units):
+            if unit.choices:
+                now = chosen.get(position, _NOTHING)
+                spared_us = run_us - self.run_us[index](mask | 1 << position) + now.codec_us
+                for choice in unit.choices:
+                    yield self._move(
+                        unit=position,
+                        codec=choice.codec,
+                        saved_us=spared_us - choice.codec_us,
+                        held=choice.held_bytes - now.held_bytes,
+                        risk2=choice.risk2 - now.risk2,
+                    )
+
+    def _move(self, *, unit: int | None, codec: str, saved_us: float, held: int, risk2: float) -> _Move:
+        cost = max(held, 0) * self.byte_price + max(risk2, 0.0) * self.risk2_price
+        return _Move(unit=unit, codec=codec, saved_us=saved_us, risk2=risk2, score=saved_us / (cost + 1e-9))
+
+
+def compile_run_us(layer: Layer) -> Callable[[int], float]:
+    """Microseconds of the ops that run in replay, as a function of a bit mask of kept units.
+
+    The same rule as `evaluate.replayed_ops`, many times faster; results are remembered.
+    """
+    outputs = [0] * len(layer.ops)
+    for position, unit in enumerate(layer.units):
+        outputs[unit.op] |= 1 << position
+    saved = sum(1 << position for position, unit in enumerate(layer.units) if unit.saved)
+    steps = [
+        (made, sum(1 << read for read in set(op.reads)), op.forced, op.recompute_us)
+        for op, made in zip(reversed(layer.ops), reversed(outputs), strict=True)
     ]
-    free = replace(problem, mode_us=0.0)
-    known: dict[tuple[int, frozenset[tuple[int, str]]], float] = {}
+    known: dict[int, float] = {}
 
-    def measure(index: int, plan: LayerPlan) -> float:
-        key = (kinds[index], frozenset(plan.kept.items()))
-        if key not in known:
-            known[key] = replay_us(free, problem.layers[index], plan.kept) + problem.mode_us
-        return known[key]
+    def run_us(kept: int) -> float:
+        if kept not in known:
+            needed, total = saved, 0.0
+            for made, reads, forced, us in steps:
+                if forced or made & needed & ~kept:
+                    needed |= reads
+                    total += us
+            known[kept] = total
+        return known[kept]
 
-    return measure
+    return run_us

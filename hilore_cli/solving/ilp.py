@@ -6,13 +6,12 @@ constraints push it to 0 or 1. Bytes and microseconds are scaled so that the sol
 below one unit's worth; what it returns is priced again by `evaluate`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pulp
 
-from hilore_cli.solving.evaluate import PLAIN, Assignment, LayerPlan, replayed_ops
+from hilore_cli.solving.evaluate import PLAIN, Assignment, LayerPlan
 from hilore_cli.solving.presolve import readers_of
 from hilore_cli.solving.problem import Problem
 from hilore_cli.tables.profile_table import NO_CODEC
@@ -55,7 +54,7 @@ def build(problem: Problem, *, cap_bytes: float, risk2: float) -> Program:
     slowest = len(problem.layers) * (problem.checkpoint_us + problem.mode_us) + sum(
         op.recompute_us for layer in problem.layers for op in layer.ops
     )
-    scale = Scale(bytes=max(room, 1) / 1000, us=max(problem.plain_us, slowest, 1e-9) / 1000, risk2=risk2 or 1.0)
+    scale = Scale(bytes=max(room, 1) / 1000, us=max(problem.plain_us, slowest, 1e-9) / 1000, risk2=risk2 / 1000 or 1.0)
     program = _variables(problem, scale)
     program.lp.setObjective(_replay_time(program, problem))
     for constraint in _constraints(program, problem, room=room, risk2=risk2):
@@ -64,25 +63,26 @@ def build(problem: Problem, *, cap_bytes: float, risk2: float) -> Program:
 
 
 def _variables(problem: Problem, scale: Scale) -> Program:
+    lp = pulp.LpProblem("hilore", pulp.LpMinimize)
     layers = range(len(problem.layers))
     return Program(
-        lp=pulp.LpProblem("hilore", pulp.LpMinimize),
+        lp=lp,
         scale=scale,
-        replayed=[pulp.LpVariable(f"replayed_{layer}", cat=pulp.LpBinary) for layer in layers],
-        mode=[pulp.LpVariable(f"mode_{layer}", 0, 1) for layer in layers],
+        replayed=[lp.add_variable(f"replayed_{layer}", cat=pulp.LpBinary) for layer in layers],
+        mode=[lp.add_variable(f"mode_{layer}", 0, 1) for layer in layers],
         kept=[
             {
-                (position, choice.codec): pulp.LpVariable(f"kept_{layer}_{position}_{rank}", cat=pulp.LpBinary)
+                (position, choice.codec): lp.add_variable(f"kept_{layer}_{position}_{rank}", cat=pulp.LpBinary)
                 for position, unit in enumerate(problem.layers[layer].units)
                 for rank, choice in enumerate(unit.choices)
             }
             for layer in layers
         ],
         run=[
-            {op: pulp.LpVariable(f"run_{layer}_{op}", 0, 1) for op in range(len(problem.layers[layer].ops))}
+            {op: lp.add_variable(f"run_{layer}_{op}", 0, 1) for op in range(len(problem.layers[layer].ops))}
             for layer in layers
         ],
-        alive=[pulp.LpVariable(f"alive_{layer}", 0) for layer in layers],
+        alive=[lp.add_variable(f"alive_{layer}", 0) for layer in layers],
     )
 
 
@@ -109,7 +109,7 @@ def _constraints(program: Program, problem: Problem, *, room: float, risk2: floa
         yield from _plain_backward_fits(program, problem, index, room)
     yield from _head_fits(program, problem, room)
     if risk2 > 0:
-        yield _risk_within_budget(program, problem)
+        yield _risk_within_budget(program, problem, risk2)
 
 
 # --- a unit is kept by at most one codec, only in a replayed layer, and the mode is paid once
@@ -188,7 +188,7 @@ def _plain_backward_fits(program: Program, problem: Problem, index: int, room: f
 # --- squared risks of independent errors add up
 
 
-def _risk_within_budget(program: Program, problem: Problem) -> pulp.LpConstraint:
+def _risk_within_budget(program: Program, problem: Problem, risk2: float) -> pulp.LpConstraint:
     terms = [
         (program.kept[index][position, choice.codec], choice.risk2 / program.scale.risk2)
         for index, layer in enumerate(problem.layers)
@@ -196,10 +196,7 @@ def _risk_within_budget(program: Program, problem: Problem) -> pulp.LpConstraint
         for choice in unit.choices
         if choice.risk2
     ]
-    return pulp.LpAffineExpression(terms) <= 1.0
-
-
-# --- between assignments and variables
+    return pulp.LpAffineExpression(terms) <= risk2 / program.scale.risk2
 
 
 def read_assignment(program: Program) -> Assignment:
@@ -212,22 +209,3 @@ def read_assignment(program: Program) -> Assignment:
             chosen = {unit: codec for (unit, codec), variable in kept.items() if variable.value() > 0.5}
             plans.append(LayerPlan(plain=False, kept=chosen))
     return tuple(plans)
-
-
-def start_values(program: Program, problem: Problem, assignment: Assignment) -> Mapping[pulp.LpVariable, float]:
-    """Values of the binaries and of what follows from them: a start for the solver."""
-    values: dict[pulp.LpVariable, float] = {}
-    total = 0.0
-    for index, (layer, plan) in enumerate(zip(problem.layers, assignment, strict=True)):
-        values[program.replayed[index]] = float(not plan.plain)
-        values[program.mode[index]] = float(bool(plan.kept))
-        runs = frozenset() if plan.plain else replayed_ops(layer, plan.kept)
-        values |= {variable: float(op in runs) for op, variable in program.run[index].items()}
-        total += layer.plain_held_bytes if plan.plain else 0
-        for (unit, codec), variable in program.kept[index].items():
-            chosen = plan.kept.get(unit) == codec
-            values[variable] = float(chosen)
-            if chosen:
-                total += next(c.held_bytes for c in layer.units[unit].choices if c.codec == codec)
-        values[program.alive[index]] = total / program.scale.bytes
-    return values

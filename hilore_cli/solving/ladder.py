@@ -6,7 +6,7 @@ Risk never decides whether a plan fits (see `nearest`), so either every rung exi
 import time
 from dataclasses import dataclass
 
-from hilore_cli.solving.evaluate import Assignment
+from hilore_cli.solving.nearest import infeasible, smallest_risk
 from hilore_cli.solving.problem import Problem
 from hilore_cli.solving.solver import GAP, Solution, solve_problem
 
@@ -39,20 +39,19 @@ def solve_ladder(
 
     The time limit is for all rungs together; what one leaves is shared by those after it. Raises Infeasible.
     """
+    if smallest_risk(problem, cap_bytes=cap_bytes) is None:
+        raise infeasible(problem, cap_bytes=cap_bytes, cap_text=cap_text, risk=risk)
     deadline = time.monotonic() + time_limit_s
     risks = ladder_risks(risk)
     rungs: list[SolvedRung] = []
-    start: Assignment | None = None
     for position, budget in enumerate(risks):
         solution = solve_problem(
             problem,
             cap_bytes=cap_bytes,
             risk=budget,
-            cap_text=cap_text,
             gap=gap,
             time_limit_s=max(deadline - time.monotonic(), 0.0) / (len(risks) - position),
-            start=start,
+            start=rungs[-1].solution.assignment if rungs else None,
         )
-        start = solution.assignment
         rungs.append(SolvedRung(risk=budget, solution=solution))
     return tuple(rungs)

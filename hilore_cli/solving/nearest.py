@@ -50,6 +50,6 @@ def infeasible(problem: Problem, *, cap_bytes: int, cap_text: str, risk: float) 
     return Infeasible(
         f"--mem {cap_text or format_bytes(cap_bytes)} --risk {risk:g}",
         "no plan fits",
-        f"smallest cap at this risk: {format_bytes(nearest)} ({nearest} bytes); smallest risk at this cap: none, since"
+        f"smallest cap at this risk: {format_bytes(nearest)} (--mem {nearest}B); smallest risk at this cap: none, since"
         " the smallest plan recomputes all and has risk 0; or profile a smaller micro-batch",
     )

@@ -14,7 +14,7 @@ import pulp
 from hilore_cli.solving.canonical import canonical
 from hilore_cli.solving.evaluate import Assignment, Outcome, evaluate, fits
 from hilore_cli.solving.greedy import solve_greedy
-from hilore_cli.solving.ilp import Program, build, read_assignment, start_values
+from hilore_cli.solving.ilp import Program, build, read_assignment
 from hilore_cli.solving.nearest import infeasible
 from hilore_cli.solving.presolve import presolve
 from hilore_cli.solving.problem import Problem
@@ -69,12 +69,11 @@ def solve_problem(
         raise infeasible(problem, cap_bytes=cap_bytes, cap_text=cap_text, risk=risk)
     greedy = canonical(reduced, greedy, cap_bytes=cap_bytes, risk=risk)
     found = [greedy] if start is None else [greedy, start]
-    best = min(found, key=lambda plan: evaluate(problem, plan).step_us)
     cap, risk2, floor_us = float(cap_bytes), risk**2, -math.inf
     for attempt in range(_ATTEMPTS):
         program = build(reduced, cap_bytes=cap, risk2=risk2)
         left_s = max(deadline - time.monotonic(), 0.05)
-        solved, bound_us = _run(program, reduced, gap=gap, time_limit_s=left_s, start=best)
+        solved, bound_us = _run(program, reduced, gap=gap, time_limit_s=left_s)
         if attempt == 0:
             floor_us = bound_us
         if not solved:
@@ -107,50 +106,39 @@ def _answer(problem: Problem, found: list[Assignment], *, greedy: Assignment, fl
     )
 
 
-def _run(
-    program: Program, problem: Problem, *, gap: float, time_limit_s: float, start: Assignment
-) -> tuple[bool, float]:
+def _run(program: Program, problem: Problem, *, gap: float, time_limit_s: float) -> tuple[bool, float]:
     """Solve in place; whether a solution was found, and a lower bound on the step in microseconds."""
     # the gap is promised on the whole step, the program sees what replay adds to it
     absolute = gap * problem.plain_us / program.scale.us
-    base_us = problem.plain_us + len(problem.layers) * min(problem.checkpoint_us, 0.0)
-    if solver_name() == HIGHS:
-        return _run_highs(program, problem, absolute=absolute, time_limit_s=time_limit_s, start=start, base_us=base_us)
-    return _run_cbc(program, problem, absolute=absolute, time_limit_s=time_limit_s, base_us=base_us)
+    floor_us = problem.plain_us + len(problem.layers) * min(problem.checkpoint_us, 0.0)
+    run = _run_highs if solver_name() == HIGHS else _run_cbc
+    solved, above_us = run(program, absolute=absolute, time_limit_s=time_limit_s)
+    return solved, max(floor_us, problem.plain_us + above_us)
 
 
-def _run_highs(
-    program: Program, problem: Problem, *, absolute: float, time_limit_s: float, start: Assignment, base_us: float
-) -> tuple[bool, float]:
-    from hilore_cli.solving.highs import WarmHiGHS  # noqa: PLC0415 - highspy may be missing
+def _run_highs(program: Program, *, absolute: float, time_limit_s: float) -> tuple[bool, float]:
+    from hilore_cli.solving.highs import QuietHiGHS  # noqa: PLC0415 - highspy may be missing
 
-    solver = WarmHiGHS(
-        start_values(program, problem, start),
-        threads=1,
-        random_seed=0,
-        time_limit=float(time_limit_s),
-        mip_abs_gap=absolute,
-        mip_rel_gap=0.0,
-    )
+    solver = QuietHiGHS(threads=1, random_seed=0, time_limit=float(time_limit_s), mip_abs_gap=absolute, mip_rel_gap=0.0)
     program.lp.solve(solver)
-    return _has_solution(program), max(base_us, problem.plain_us + solver.bound * program.scale.us)
+    return _has_solution(program), solver.bound * program.scale.us
 
 
-def _run_cbc(
-    program: Program, problem: Problem, *, absolute: float, time_limit_s: float, base_us: float
-) -> tuple[bool, float]:
+def _run_cbc(program: Program, *, absolute: float, time_limit_s: float) -> tuple[bool, float]:
     solver = pulp.COIN_CMD(
         path=pulp.PULP_CBC_CMD.pulp_cbc_path,
         msg=False,
         threads=1,
         timeLimit=time_limit_s,
-        options=["randomSeed 1", "randomCbcSeed 1", f"allowableGap {absolute}", "ratioGap 0"],
+        gapAbs=absolute,
+        gapRel=0.0,
+        options=["randomSeed 1", "randomCbcSeed 1"],
     )
     program.lp.solve(solver)
     if program.lp.sol_status != pulp.LpSolutionOptimal:
-        return _has_solution(program), base_us
-    saved = program.lp.objective.value() - absolute  # CBC's own bound does not come through PuLP
-    return True, max(base_us, problem.plain_us + saved * program.scale.us)
+        return _has_solution(program), -math.inf
+    # CBC's own bound does not come through PuLP
+    return True, (program.lp.objective.value() - absolute) * program.scale.us
 
 
 def _has_solution(program: Program) -> bool:

@@ -195,6 +195,11 @@ def test_gaps_and_overlaps_come_back_contiguous(name: str, before: Tensor) -> No
     assert packed.held_bytes == codec(name).packed_bytes(before.numel(), before.dtype)
 
 
+def test_a_dimension_of_one_keeps_its_odd_stride() -> None:
+    before = gaussian(10).as_strided((10, 1), (1, 3))
+    assert codec("int8-g64").unpack(codec("int8-g64").pack(before)).stride() == (1, 3)
+
+
 def test_groups_follow_memory_not_the_logical_order() -> None:
     rows = gaussian(64, 64).mul(torch.logspace(-6, 6, 64)[:, None])
     after = codec("int8-g64").unpack(codec("int8-g64").pack(rows.t()))

@@ -88,7 +88,7 @@ def toy_profile(
     seed: int = 0,
 ) -> Profile:
     """A valid profile of a toy decoder: every layer the 54 ops of a Qwen3-like block, risks varying by layer."""
-    dice = random.Random(seed)
+    dice = dice_of(seed)
     count = tokens * micro_batch * hidden
     names = {spec[0]: index for index, spec in enumerate(DECODER)}
     sizes = [max(64, round(spec[4] * count)) for spec in DECODER]
@@ -112,19 +112,27 @@ def toy_profile(
             )
             rows.append(base)
             kind_gain = gain * factor * dice.uniform(0.2, 3.0)
-            for codec in codecs if keepable and sizes[unit] > 1000 else ():
-                rows.append(
-                    dataclasses.replace(
-                        base,
-                        codec=codec,
-                        packed_bytes=round(sizes[unit] * _PACKED[codec]),
-                        codec_us=sizes[unit] / 4e5 if codec != "bf16" else sizes[unit] / 1e6,
-                        error=_ERROR[codec],
-                        gain=kind_gain * _ERROR[codec] / _ERROR["int8"],
-                    )
+            rows += [
+                dataclasses.replace(
+                    base,
+                    codec=codec,
+                    packed_bytes=round(sizes[unit] * _PACKED[codec]),
+                    codec_us=sizes[unit] / 4e5 if codec != "bf16" else sizes[unit] / 1e6,
+                    error=_ERROR[codec],
+                    gain=kind_gain * _ERROR[codec] / _ERROR["int8"],
                 )
+                for codec in (codecs if keepable and sizes[unit] > 1000 else ())
+            ]
     rows.append(_row(layer=layers, unit=0, op="lm_head", size=8 * count, keepable=False))
-    meta = _meta(layers, tokens, micro_batch, count, sizes, spent_us, weights=weights)
+    meta = _meta(
+        layers=layers,
+        tokens=tokens,
+        micro_batch=micro_batch,
+        hidden=hidden,
+        sizes=sizes,
+        spent_us=spent_us,
+        weights=weights,
+    )
     profile = Profile(meta=meta, rows=tuple(rows), digest="d" * 64)
     problem = problem_from_profile(profile)
     peaks = {
@@ -189,8 +197,9 @@ def _points(sizes: list[int]) -> tuple[ReplayPoint, ...]:
 
 
 def _meta(
-    layers: int, tokens: int, micro_batch: int, count: int, sizes: list[int], spent_us: list[float], *, weights: str
+    *, layers: int, tokens: int, micro_batch: int, hidden: int, sizes: list[int], spent_us: list[float], weights: str
 ) -> ProfileMeta:
+    count = tokens * micro_batch * hidden
     plain_us = 3.2 * layers * sum(spent_us) + 3 * count / 1e3
     layer_us = sum(us for us, spec in zip(spent_us, DECODER, strict=True) if spec[0] not in ("out", "down"))
     return ProfileMeta(
@@ -251,10 +260,17 @@ def _meta(
     )
 
 
+def dice_of(seed: int) -> random.Random:
+    """Repeatable chance."""
+    return random.Random(seed)  # noqa: S311 - toys, not secrets
+
+
 def random_problem(dice: random.Random) -> Problem:
-    """One to three layers of at most six units: random streams, saves, forced ops, points and times."""
+    """One to three layers of at most six, three, two units: random streams, saves, forced ops, points and times."""
+    layers = dice.choice((1, 1, 2, 2, 3))
+    most = {1: 6, 2: 3, 3: 2}[layers]
     return Problem(
-        layers=tuple(_random_layer(dice) for _ in range(dice.choice((1, 1, 2, 2, 3)))),
+        layers=tuple(_random_layer(dice, units=dice.randrange(1, most + 1)) for _ in range(layers)),
         static_bytes=dice.randrange(50),
         head_peak_bytes=dice.randrange(40),
         tail_peak_bytes=dice.randrange(40),
@@ -264,29 +280,29 @@ def random_problem(dice: random.Random) -> Problem:
     )
 
 
-def _random_layer(dice: random.Random) -> Layer:
+def _random_layer(dice: random.Random, *, units: int) -> Layer:
     ops: list[Op] = []
-    units: list[Unit] = []
-    for index in range(dice.randrange(1, 5)):
-        reads = tuple(unit for unit in range(len(units)) if dice.random() < 0.5)
+    made: list[Unit] = []
+    while len(made) < units:
+        reads = tuple(unit for unit in range(len(made)) if dice.random() < 0.5)
         us = float(dice.randrange(10))
         ops.append(Op(recompute_us=us, forced=dice.random() < 0.15, reads=reads))
-        for _ in range(dice.choice((1, 1, 1, 1, 2, 0))):
-            units.append(_random_unit(dice, op=index))
+        count = min(dice.choice((1, 1, 1, 1, 2, 0)), units - len(made))
+        made += [_random_unit(dice, op=len(ops) - 1) for _ in range(count)]
     points = tuple(
         Point(
             bytes=dice.randrange(40),
-            alive=frozenset(unit for unit in range(len(units)) if dice.random() < 0.5),
+            alive=frozenset(unit for unit in range(units) if dice.random() < 0.5),
         )
         for _ in range(dice.randrange(4))
     )
     return Layer(
         ops=tuple(ops),
-        units=tuple(units),
+        units=tuple(made),
         points=points,
         forward_peak_bytes=dice.randrange(30),
         backward_base_bytes=dice.randrange(30),
-        plain_extra_bytes=dice.randrange(12),
+        plain_extra_bytes=dice.choice((dice.randrange(12), 60)),  # 60: hardly ever fits, so keeping units pays
     )
 
 

@@ -76,7 +76,7 @@ def profile_meta() -> ProfileMeta:
             rollouts="builtin",
             rollouts_digest="0123456789abcdef",
             mean_reward=0.5,
-            loss="dapo",
+            loss="dapo token beta=0 eps_low=0.2 eps_high=0.2",
             optimizer="adamw",
             seed=0,
             device="cpu",

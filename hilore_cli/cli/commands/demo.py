@@ -77,17 +77,20 @@ def command(
         plan_digest, _ = plan.save(plan_file, force=force)
         plan = dataclasses.replace(plan, digest=plan_digest)
         exact = [rung.rung for rung in plan.meta.rungs if rung.risk == 0 and rung.rung != plan.meta.chosen]
-        reports = [
-            verify_plan(plan, options, rung=rung, rounds=rounds, progress=progress)
-            for rung in (*exact[:1], plan.meta.chosen)
-        ]
+        reports = verify_plan(
+            plan,
+            options,
+            name=str(plan_file),
+            rungs=[*exact[:1], plan.meta.chosen],
+            rounds=rounds,
+            progress=progress,
+        )
     output.show(profile_steps(profile), plan_rungs(plan), margin_line(plan))
     show_reports(output, *reports)
     output.show(f"wrote {profile_file}", f"wrote {plan_file}")
     output.emit(
         {
             **verify_facts(reports[-1]),
-            "plan": str(plan_file),
             "profile": str(profile_file),
             "verified": [verify_facts(report) for report in reports],
             "solved": plan_facts(plan),

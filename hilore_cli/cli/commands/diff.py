@@ -46,5 +46,6 @@ def command(
     if found.same:
         output.show("same contents")
         return
-    output.show(changed_metadata(found), changed_rows(found, limit=limit), changed_totals(found))
+    tables = (changed_metadata(found), changed_rows(found, limit=limit), changed_totals(found))
+    output.show(*(table if table.rows else table.title for table in tables))
     raise typer.Exit(code=1)

@@ -19,7 +19,7 @@ EXAMPLE = (
     "Example: hilore solve --mem 48GB --risk 0.01\n\n"
     "Example: hilore solve --profile profiles/qwen3-1.7b.parquet --mem 1.10gc --json"
 )
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 120.0
 
 
 def command(
@@ -32,7 +32,9 @@ def command(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The newest in profiles/ if left out.", show_default=False)
     ] = None,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For the solver.")] = TIME_LIMIT_S,
+    time_limit: Annotated[
+        float, typer.Option(metavar="S", help="Seconds for the solver, all rungs together.")
+    ] = TIME_LIMIT_S,
     out: flags.Out = None,
     force: flags.Force = False,
     json: flags.Json = False,

@@ -89,9 +89,16 @@ def command(
     from hilore_cli.experiments.verifying import verify_plan
 
     with output.progress() as progress:
-        report = verify_plan(loaded, options, rung=rung, rounds=rounds, progress=progress)
+        (report,) = verify_plan(
+            loaded,
+            options,
+            name=str(plan),
+            rungs=None if rung is None else [rung],
+            rounds=rounds,
+            progress=progress,
+        )
     show_reports(output, report)
-    output.emit({**verify_facts(report), "plan": str(plan)})
+    output.emit(verify_facts(report))
     hold(str(plan), report)
 
 
