@@ -1,8 +1,8 @@
 """What the machinery costs a layer, apart from its ops: measured on two tokens, where ops cost next to nothing.
 
 Four variants of one layer's forward and backward, interleaved: plain, forward only, checkpointed, and replayed by a
-plan that keeps everything. The checkpoint's own cost is checkpointed - plain - forward (it runs the ops once more);
-replay's is keeping everything - plain (it runs none again), less the checkpoint's.
+plan that keeps all that autograd saves. The checkpoint's own cost is checkpointed - plain - forward (it runs the ops once more);
+replay's is keeping all - plain (it runs none again), less the checkpoint's.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Overheads:
 
 def measure_overheads(layer: nn.Module, call: LayerInput, units: tuple[UnitRecord, ...]) -> Overheads:
     """Time the machinery on one layer, called as in `call` (a few tokens); `units` are of that call."""
-    policy = keep_everything(units)
+    policy = keep_saved(units)
 
     def run(kind: str) -> None:
         args, kwargs, leaf = call.fresh()
@@ -60,16 +60,16 @@ def measure_overheads(layer: nn.Module, call: LayerInput, units: tuple[UnitRecor
     return Overheads(checkpoint_us=checkpoint_us, mode_us=max(keep - plain - checkpoint_us, 0.0))
 
 
-def keep_everything(units: tuple[UnitRecord, ...]) -> tuple[OpPolicy, ...]:
-    """A policy that stores every unit that can be stored, and runs the rest again."""
+def keep_saved(units: tuple[UnitRecord, ...]) -> tuple[OpPolicy, ...]:
+    """A policy that stores every saved unit that can be stored, so that only forced ops run again."""
     ops: dict[int, list[UnitRecord]] = {}
     for unit in units:
         ops.setdefault(unit.op_index, []).append(unit)
     return tuple(
         OpPolicy(
             name=leaves[0].op,
-            runs=not all(unit.keepable for unit in leaves),
-            kept=tuple((unit.leaf, NO_CODEC) for unit in leaves if unit.keepable),
+            runs=any(unit.forced or (unit.saved and not unit.keepable) for unit in leaves),
+            kept=tuple((unit.leaf, NO_CODEC) for unit in leaves if unit.keepable and unit.saved),
         )
         for leaves in ops.values()
     )

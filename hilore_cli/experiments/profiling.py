@@ -312,9 +312,10 @@ class Profiler:
 
 
 def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
-    """Units worth compressing: of a size that matters, made from the layer's input, and not better kept one op later.
+    """Units worth compressing: of a size that matters, made from the layer's input, saved or costly to rebuild.
 
-    First outputs only: later ones are statistics, such as attention's log-sum-exp.
+    First outputs only: later ones are statistics, such as attention's log-sum-exp. A unit that is neither saved nor a
+    product (FLOPs) is as well served by compressing what it was made from, and so is one better kept one op later.
     """
     derived = depends_on_input(units)
     largest = max((unit.bytes for unit in units), default=0)
@@ -326,6 +327,7 @@ def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
         and unit.leaf == 0
         and unit.bytes * 32 >= largest
         and index in derived
+        and (unit.saved or unit.flops > 0)
         and not _better_kept_later(index, units)
     ]
 

@@ -5,7 +5,7 @@ update of several micro-batches, memory is read from allocator events with real 
 interleaved rounds. On a shared machine absolute times mean little, so the time promise is the ratio to plain.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +101,7 @@ class _Verifier:
         return [self._report(rung, errors, peaks, times, held[rung], rounds=rounds) for rung in rungs]
 
     @contextmanager
-    def _at_rung(self, rung: int) -> Any:
+    def _at_rung(self, rung: int) -> Iterator[None]:
         if self.applied.rung != rung:
             self.applied.rung = rung
         with self.applied:
@@ -250,13 +250,14 @@ def broken_promises(report: VerifyReport) -> tuple[str, ...]:
 
 
 @contextmanager
-def gradient_checkpointing(model: Any) -> Any:
-    """The model under its own non-reentrant gradient checkpointing."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def gradient_checkpointing(model: Any) -> Iterator[None]:
+    """The model under its own non-reentrant gradient checkpointing, by the name its transformers gives it."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
     try:
         yield
     finally:
-        model.gradient_checkpointing_disable()
+        getattr(model, f"{word}_checkpointing_disable")()
 
 
 def _measured(rounds: Rounds, peak_bytes: int, risk: float) -> Promise:

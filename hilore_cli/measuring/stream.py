@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_UNMARKED_VIEWS = {torch.ops.aten._unsafe_view.default}  # noqa: SLF001 - an op's name, not a private attribute
+UNMARKED_VIEWS = {torch.ops.aten._unsafe_view.default}  # noqa: SLF001 - an op's name, not a private attribute
 _CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001
 
 
 def counts(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a dispatched op takes a place in the stream."""
-    if func.is_view or func in _UNMARKED_VIEWS:
+    if func.is_view or func in UNMARKED_VIEWS:
         return False
     return not (func in _CASTS and isinstance(args[0], nn.Parameter))
 

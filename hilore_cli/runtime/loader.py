@@ -250,5 +250,5 @@ def _checkpointing_is_on(where: str) -> PlanMismatch:
     return PlanMismatch(
         where,
         "has its own gradient checkpointing on, which would turn every stored unit into a recomputed one",
-        "call model.gradient_checkpointing_disable() and set gradient_checkpointing=False in the trainer",
+        "switch it off in the model and set gradient_checkpointing=False in the trainer",
     )

@@ -8,7 +8,6 @@ here: the op streams must agree by position and name, and no tensor that replay 
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilore_cli.errors import ReplayError
 from hilore_cli.measuring.codecs import Packed, codec
-from hilore_cli.measuring.stream import counts, leaves, tensors
+from hilore_cli.measuring.stream import UNMARKED_VIEWS, counts, leaves, tensors
 
 NO_CODEC = "none"
 SAME = "change nothing between this forward and its backward, or solve a plan that recomputes this layer"
@@ -34,12 +33,17 @@ class OpPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """One kept output: the tensor or its packed form, and the version its original had when it was kept."""
+    """One kept output: the tensor or its packed form, and whose versions say that it is still what it was."""
 
     value: torch.Tensor | Packed
-    original: Callable[[], torch.Tensor | None]
-    version: int
     held_bytes: int
+    watched: list[tuple["weakref.ref[torch.Tensor]", int]]
+    """The op's own output and its unmarked views, each with its version: their counters are separate."""
+
+    def changed(self) -> bool:
+        """Whether a tensor that shares the kept storage was written into."""
+        alive = ((ref(), version) for ref, version in self.watched)
+        return any(tensor is not None and tensor._version != version for tensor, version in alive)  # noqa: SLF001
 
 
 def stand_in(like: tuple[Any, ...]) -> torch.Tensor:
@@ -80,12 +84,18 @@ class LayerCall:
         for leaf, name in op.kept:
             tensor = values[leaf]
             value = tensor.detach() if name == NO_CODEC else codec(name).pack(tensor.detach())
+            is_stored = isinstance(value, torch.Tensor)
             self.kept[index, leaf] = Kept(
                 value=value,
-                original=_strong(value) if isinstance(value, torch.Tensor) else weakref.ref(tensor),
-                version=tensor._version,  # noqa: SLF001
-                held_bytes=value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else value.held_bytes,
+                held_bytes=value.untyped_storage().nbytes() if is_stored else value.held_bytes,
+                watched=[_version_of(tensor)],
             )
+
+    def watch_view(self, base: torch.Tensor, view: torch.Tensor) -> None:
+        """A view that torch does not mark as one has a version counter of its own: watch it like its base."""
+        for kept in self.kept.values():
+            if any(ref() is base for ref, _ in kept.watched):
+                kept.watched.append(_version_of(view))
 
     def give_back(self, index: int, leaf: int) -> torch.Tensor:
         """A kept output as if its op had just run."""
@@ -97,8 +107,7 @@ class LayerCall:
         if any(tensor._version != version for tensor, version in self._arguments):  # noqa: SLF001
             raise ReplayError(self.path, "a tensor passed to the layer was changed in place after its forward", SAME)
         for (index, _), kept in self.kept.items():
-            original = kept.original()
-            if original is not None and original._version != kept.version:  # noqa: SLF001
+            if kept.changed():
                 name = self.policy[index].name
                 raise ReplayError(self.path, f"the kept output of {name} was changed in place after its forward", SAME)
 
@@ -112,14 +121,17 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        call = self.call
         if counts(func, args):
-            call, index = self.call, self.call.ops_in_forward
+            index = call.ops_in_forward
             call.ops_in_forward += 1
             op = call.op_policy(index, func, "forward")
             if op.kept:
                 call.keep(index, op, out)
             if not op.runs:
                 call.dead[index] = _describe(out)
+        elif func in UNMARKED_VIEWS:
+            call.watch_view(args[0], out)
         return out
 
 
@@ -182,5 +194,5 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def _strong(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: value
+def _version_of(tensor: torch.Tensor) -> tuple["weakref.ref[torch.Tensor]", int]:
+    return weakref.ref(tensor), tensor._version  # noqa: SLF001

@@ -83,9 +83,11 @@ def _payload(path: Path, *, kind: Kind, again: str) -> bytes:
 def _decode(table: pa.Table, schema: pa.Schema) -> pa.Table | None:
     """The columns in our own types: another writer may have chosen wider ones for the same values."""
     try:
-        return table.select(schema.names).cast(schema).replace_schema_metadata(None)
+        rows = table.select(schema.names).cast(schema).replace_schema_metadata(None)
+        rows.validate(full=True)  # a damaged string may not be UTF-8
     except (KeyError, ValueError, pa.ArrowException):
         return None
+    return rows
 
 
 def write_table(

@@ -54,19 +54,19 @@ def test_a_longer_sequence_than_the_plans_is_refused(case):
 
 def test_a_model_whose_own_checkpointing_is_on_is_refused(case):
     model = copy.deepcopy(case.model)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with pytest.raises(PlanMismatch, match="gradient checkpointing on"):
         apply_plan(model, plan(case))
 
 
 def test_checkpointing_switched_on_behind_the_plan_is_refused_at_the_next_forward(case):
     with apply_plan(case.model, plan(case)):
-        case.model.gradient_checkpointing_enable()
+        case.model.activation_checkpointing_enable()
         try:
             with pytest.raises(PlanMismatch, match="gradient checkpointing on"):
                 case.gradients()
         finally:
-            case.model.gradient_checkpointing_disable()
+            case.model.activation_checkpointing_disable()
 
 
 def test_a_kv_cache_while_training_is_refused(case):
