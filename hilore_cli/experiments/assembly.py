@@ -43,6 +43,8 @@ class Measurements:
     traces: tuple[Trace, ...]
     timing: StepTiming
     codecs: tuple[str, ...]
+    call: str
+    """Which tensors the layers are called with."""
     command: str
 
 
@@ -174,7 +176,7 @@ def _meta(found: Measurements, device: torch.device) -> ProfileMeta:
     workload = found.workload
     options, actor, rollouts = workload.options, workload.actor, workload.rollouts
     return ProfileMeta(
-        identity=model_identity(actor.model, actor.name),
+        identity=model_identity(actor.model, actor.name, found.call),
         shape=options.shape,
         workload=Workload(
             model=options.model,

@@ -28,8 +28,8 @@ def measured_static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | N
     return _storage_bytes([*model.parameters(), *model.buffers(), *gradients, *states])
 
 
-def model_identity(model: nn.Module, name: str) -> Identity:
-    """What a plan must find again."""
+def model_identity(model: nn.Module, name: str, call: str) -> Identity:
+    """What a plan must find again; `call` is what its layers are called with."""
     return Identity(
         model=name,
         model_class=type(model).__name__,
@@ -39,6 +39,7 @@ def model_identity(model: nn.Module, name: str) -> Identity:
         dtype=identity.dtype_name(model),
         attention=identity.attention_name(model),
         adapter=identity.adapter_name(model),
+        call=call,
     )
 
 

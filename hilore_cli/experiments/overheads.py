@@ -55,7 +55,7 @@ def measure_overheads(layer: nn.Module, call: LayerInput, units: tuple[UnitRecor
             device=next(layer.parameters()).device,
             warmups=5,
         )
-    plain, forward, checkpoint, keep = (rounds[kind].median_us for kind in kinds)
+    plain, forward, checkpoint, keep = (rounds[kind].fastest_us for kind in kinds)
     checkpoint_us = max(checkpoint - plain - forward, 0.0)
     return Overheads(checkpoint_us=checkpoint_us, mode_us=max(keep - plain - checkpoint_us, 0.0))
 

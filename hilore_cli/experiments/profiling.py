@@ -5,6 +5,7 @@ gradients, and a whole plain step is run only where it fits beside that limit.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ PROFILING_LIMIT = 1.1
 def profile_actor(
     options: WorkloadOptions,
     *,
+    workload: PreparedWorkload | None = None,
     codecs: tuple[str, ...] | None = None,
     rounds: int = 5,
     command: str = "",
@@ -48,6 +50,7 @@ def profile_actor(
 
     Args:
         options: the actor, its data and its shape.
+        workload: the same made ready already, with at least two micro-batches.
         codecs: names of the codecs to measure; the built-in deterministic ones if None.
         rounds: interleaved timing rounds of plain and GC steps.
         command: recorded in the profile.
@@ -57,7 +60,9 @@ def profile_actor(
         HiloreError: the model, the rollouts or a flag cannot be used.
     """
     progress = progress or Silent()
-    workload = prepare(options, count=CALIBRATION_BATCHES, skip=0, progress=progress)
+    if workload is None:
+        workload = prepare(options, count=CALIBRATION_BATCHES, skip=0, progress=progress)
+    workload = replace(workload, micro_batches=workload.micro_batches[:CALIBRATION_BATCHES])
     return Profiler(workload, codecs or DEFAULT_CODECS, progress).measure(rounds=rounds, command=command)
 
 
@@ -77,7 +82,7 @@ class Profiler:
     def measure(self, *, rounds: int, command: str) -> Profile:
         """Run every pass and assemble the profile."""
         self.progress.stage("Recording op streams", len(self.layers))
-        units, layer_class = self._record()
+        units, layer_class, call = self._record()
         gains, calibration = self._calibrate(units, layer_class)
         curve, traced = self._memory(units, layer_class)
         timing = self._time(units, curve, rounds=rounds)
@@ -92,6 +97,7 @@ class Profiler:
                 traces=tuple(step.trace for step in traced),
                 timing=timing,
                 codecs=self.codecs,
+                call=call,
                 command=command,
             )
         )
@@ -109,8 +115,8 @@ class Profiler:
         with around_layers(self.model, run):
             self.step()
 
-    def _record(self) -> tuple[tuple[tuple[UnitRecord, ...], ...], tuple[int, ...]]:
-        """Units of each class of layers, and each layer's class."""
+    def _record(self) -> tuple[tuple[tuple[UnitRecord, ...], ...], tuple[int, ...], str]:
+        """Units of each class of layers, each layer's class, and what the layers are called with."""
         batch = self.workload.micro_batches[0]
         inputs = capture_inputs(self.model, lambda: completion_logps(self.model, batch))
         classes: dict[tuple[Any, ...], int] = {}
@@ -126,7 +132,7 @@ class Profiler:
                 units.append(tuple(recorder.units))
             layer_class.append(classes[structure])
             self.progress.advance()
-        return tuple(units), tuple(layer_class)
+        return tuple(units), tuple(layer_class), identity.call_signature(inputs[0].args, inputs[0].kwargs)
 
     def _calibrate(
         self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]

@@ -42,6 +42,7 @@ def verify_plan(
     plan: Plan,
     options: WorkloadOptions,
     *,
+    workload: PreparedWorkload | None = None,
     name: str = "",
     rungs: Sequence[int] | None = None,
     rounds: int = 5,
@@ -53,6 +54,7 @@ def verify_plan(
     Args:
         plan: what to hold to its promises.
         options: the workload to run; the profile's own unless asked otherwise.
+        workload: the same made ready already, with `skip` + 2 micro-batches.
         name: what to call the plan in the reports.
         rungs: the one solved for the plan's risk if None.
         rounds: timed rounds of each variant.
@@ -64,7 +66,10 @@ def verify_plan(
     """
     progress = progress or Silent()
     wanted = [plan.meta.chosen] if rungs is None else list(rungs)
-    workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
+    if workload is None:
+        workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
+    else:
+        workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + HELD_OUT_BATCHES])
     applied = apply_plan(workload.actor.model, plan)
     applied.remove()
     return _Verifier(plan, name, workload, applied, progress).reports(wanted, rounds=rounds)

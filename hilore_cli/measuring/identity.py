@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hilore_cli.errors import HiloreError
+from hilore_cli.measuring.stream import tensors
 
 _STACKS = ("layers", "h", "blocks", "layer")
 # Fields that change neither the op stream nor a shape; older files lack some of them.
@@ -67,6 +68,12 @@ def active_checkpointing(model: nn.Module) -> str | None:
     return next(
         (path or "model" for path, m in model.named_modules() if getattr(m, "gradient_checkpointing", False)), None
     )
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Which tensors a layer is called with: their number by position and their names."""
+    named = sorted(name for name, value in kwargs.items() if tensors(value))
+    return " ".join([str(len(tensors(args))), *named])
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

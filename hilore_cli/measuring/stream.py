@@ -13,12 +13,20 @@ from torch import nn
 UNMARKED_VIEWS = {torch.ops.aten._unsafe_view.default}  # noqa: SLF001 - an op's name, not a private attribute
 _CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001
 
+# Both are asked for at every dispatch of every layer.
+_KINDS: dict[Any, str] = {}
+NAMES: dict[Any, str] = {}
+"""Of every op that `counts` has seen."""
+
 
 def counts(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a dispatched op takes a place in the stream."""
-    if func.is_view or func in UNMARKED_VIEWS:
-        return False
-    return not (func in _CASTS and isinstance(args[0], nn.Parameter))
+    kind = _KINDS.get(func)
+    if kind is None:
+        kind = "view" if func.is_view or func in UNMARKED_VIEWS else "cast" if func in _CASTS else "op"
+        _KINDS[func] = kind
+        NAMES[func] = str(func)
+    return kind == "op" or (kind == "cast" and not isinstance(args[0], nn.Parameter))
 
 
 def leaves(values: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ it is (nothing kept), or op-level replay. The first training forward audits what
 """
 
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Applied:
         self._meta = plan.meta
         self._ladder = _ladder(plan)
         self._held: list[dict[int, int]] = [{} for _ in self._layers]
+        self._other_calls: set[str] = set()
         self.rung = plan.meta.chosen
         self._forwards = [types.MethodType(_forward(self, index), layer) for index, layer in enumerate(self._layers)]
         self.__enter__()
@@ -91,6 +93,10 @@ class Applied:
         """One training forward of layer `index` under the current rung. Raises PlanMismatch or ReplayError."""
         shape = self._check_call(index, args, kwargs)
         policy = self._ladder[self._rung][index]
+        call = identity.call_signature(args, kwargs)
+        if call != self._meta.call:
+            self._warn_of_call(call)
+            return _checkpointed(original, args, kwargs)
         if policy.plain and index not in self._unaudited:
             return original(*args, **kwargs)
         if policy.plain:
@@ -107,6 +113,16 @@ class Applied:
                     "profile and solve again with these versions and this kind of batch",
                 )
         return out
+
+    def _warn_of_call(self, call: str) -> None:
+        if call not in self._other_calls:
+            self._other_calls.add(call)
+            warnings.warn(
+                f"layers are called with other tensors ({call}) than in the profile ({self._meta.call}), as without a "
+                "padding mask; hilore recomputes such micro-batches in full",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _check_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         if getattr(self._layers[index], "gradient_checkpointing", False):
@@ -156,8 +172,13 @@ def _run_checkpointed(
     path: str, policy: LayerPolicy, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[int, int]]:
     call = LayerCall(path, policy.ops, (args, kwargs)) if policy.keeps else None
-    context: dict[str, Any] = {} if call is None else {"context_fn": call.contexts}
-    out = checkpoint(
+    out = _checkpointed(original, args, kwargs, **({} if call is None else {"context_fn": call.contexts}))
+    kept = {} if call is None else call.kept
+    return out, {policy.unit_numbers[key]: value.held_bytes for key, value in kept.items()}
+
+
+def _checkpointed(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **context: Any) -> Any:
+    return checkpoint(
         original,
         *args,
         use_reentrant=False,
@@ -167,8 +188,6 @@ def _run_checkpointed(
         **context,
         **kwargs,
     )
-    kept = {} if call is None else call.kept
-    return out, {policy.unit_numbers[key]: value.held_bytes for key, value in kept.items()}
 
 
 def _run_observed(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilore_cli.errors import ReplayError
 from hilore_cli.measuring.codecs import Packed, codec
-from hilore_cli.measuring.stream import UNMARKED_VIEWS, counts, leaves, tensors
+from hilore_cli.measuring.stream import NAMES, UNMARKED_VIEWS, counts, leaves, tensors
 
 NO_CODEC = "none"
 SAME = "change nothing between this forward and its backward, or solve a plan that recomputes this layer"
@@ -69,14 +69,14 @@ class LayerCall:
 
     def op_policy(self, index: int, func: Any, when: str) -> OpPolicy:
         """The policy at this position of the stream. Raises ReplayError if another op stands there."""
+        if index < len(self.policy) and self.policy[index].name == NAMES[func]:
+            return self.policy[index]
         planned = self.policy[index].name if index < len(self.policy) else "the end of the layer"
-        if planned != str(func):
-            raise ReplayError(
-                f"{self.path}, op {index} in {when}",
-                f"the plan has {planned}, the model runs {func}",
-                "profile and solve again with these versions, this attention kernel and this kind of batch",
-            )
-        return self.policy[index]
+        raise ReplayError(
+            f"{self.path}, op {index} in {when}",
+            f"the plan has {planned}, the model runs {func}",
+            "profile and solve again with these versions, this attention kernel and this kind of batch",
+        )
 
     def keep(self, index: int, op: OpPolicy, out: Any) -> None:
         """Keep the leaves that the plan keeps, compressed at once, so that an original dies with its last reader."""
@@ -112,7 +112,7 @@ class LayerCall:
                 raise ReplayError(self.path, f"the kept output of {name} was changed in place after its forward", SAME)
 
 
-class _Keeping(TorchDispatchMode):
+class _KeepingDispatch:
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
         self.call = call
@@ -135,16 +135,11 @@ class _Keeping(TorchDispatchMode):
         return out
 
 
-class _Replaying(TorchDispatchMode):
+class _ReplayingDispatch:
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
         self.call = call
         self.index = 0
-
-    def __enter__(self) -> Any:
-        self.index = 0
-        self.call.check_unchanged()
-        return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,30 +149,43 @@ class _Replaying(TorchDispatchMode):
         call, index = self.call, self.index
         self.index += 1
         op = call.op_policy(index, func, "replay")
-        if not op.runs and func.overloadpacket.__name__.endswith("_"):
+        if op.runs:
+            out = func(*args, **(kwargs or {}))
+            return _rebuild(call, index, dict(op.kept), out) if op.kept else out
+        if func.overloadpacket.__name__.endswith("_"):
             return args[0]  # a dead in-place op: its target is as dead as itself
-        out = func(*args, **(kwargs or {})) if op.runs else None
-        if op.runs and not op.kept:
-            return out
-        return _rebuild(call, index, dict(op.kept), out)
+        return _rebuild(call, index, dict(op.kept), call.dead[index])
+
+
+# A mode that defines __torch_dispatch__ itself gets it wrapped against torch.compile, which doubles its cost; ours
+# run under checkpoint, whose replay torch.compile does not trace.
+class _Keeping(_KeepingDispatch, TorchDispatchMode):
+    pass
+
+
+class _Replaying(_ReplayingDispatch, TorchDispatchMode):
+    def __enter__(self) -> Any:
+        self.index = 0
+        self.call.check_unchanged()
+        return super().__enter__()
 
 
 def _rebuild(call: LayerCall, index: int, kept: dict[int, str], out: Any) -> Any:
     """The op's outputs in their own structure: kept leaves handed back, the others run or stood in for."""
+    if isinstance(out, _Description):  # most ops have one output
+        return call.give_back(index, 0) if kept else stand_in(out)
     position = -1
 
     def fill(value: Any) -> Any:
         nonlocal position
-        if isinstance(value, list):
-            return [fill(entry) for entry in value]
-        if isinstance(value, tuple) and not isinstance(value, _Description):
-            return tuple(fill(entry) for entry in value)
+        if isinstance(value, tuple | list) and not isinstance(value, _Description):
+            return type(value)([fill(entry) for entry in value])
         position += 1
         if position in kept:
             return call.give_back(index, position)
         return stand_in(value) if isinstance(value, _Description) else value
 
-    return fill(call.dead[index] if out is None else out)
+    return fill(out)
 
 
 class _Description(tuple[Any, ...]):

@@ -155,6 +155,7 @@ def _meta(
         dtype=identity.dtype,
         attention=identity.attention,
         adapter=identity.adapter,
+        call=identity.call,
         micro_batch=meta.shape.micro_batch,
         tokens=meta.shape.tokens,
         profile_digest=profile.digest,

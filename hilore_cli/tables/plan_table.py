@@ -99,6 +99,8 @@ class PlanMeta:
     dtype: str
     attention: str
     adapter: str
+    call: str
+    """Which tensors a layer is called with; other calls are checkpointed in full."""
     micro_batch: int
     tokens: int
     """The longest sequence (prompt and response) the plan is good for."""

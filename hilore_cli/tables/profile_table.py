@@ -102,6 +102,8 @@ class Identity:
     attention: str
     adapter: str
     """`none`, or how the LoRA adapter is shaped."""
+    call: str
+    """Which tensors each layer is called with: without a padding mask, say, attention runs other ops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

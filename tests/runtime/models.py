@@ -9,7 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hilore_cli.measuring.units import UnitRecord
-from tests.runtime.plans import record
+from hilore_cli.tables.plan_table import Plan
+from tests.runtime.plans import Kept, plan_for, record
 
 BATCH, TOKENS = 2, 24
 
@@ -22,6 +23,11 @@ class Case:
     ids: torch.Tensor
     mask: torch.Tensor
     units: list[list[UnitRecord]]
+    call: str
+
+    def plan(self, *ladder: Kept, **options: Any) -> Plan:
+        """A plan for this model: {layer: {unit: codec}} a rung."""
+        return plan_for(self.model, self.units, *ladder, call=self.call, **options)
 
     def forward(self) -> torch.Tensor:
         """Logits, [B, S, V]."""
@@ -57,8 +63,9 @@ def small_case(*, dropout: float = 0.0, padded: bool = True, **config: Any) -> C
     if padded:
         mask[0, :5] = 0
         mask[1, -3:] = 0
-    bare = Case(model=model, ids=ids, mask=mask, units=[])
-    return Case(model=model, ids=ids, mask=mask, units=record(model, bare.forward))
+    bare = Case(model=model, ids=ids, mask=mask, units=[], call="")
+    units, call = record(model, bare.forward)
+    return Case(model=model, ids=ids, mask=mask, units=units, call=call)
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -18,15 +18,16 @@ from hilore_cli.tables.plan_table import COMPRESS, RECOMPUTE, STORE, Plan, PlanM
 Kept = Mapping[int, Mapping[int, str]]
 
 
-def record(model: nn.Module, forward: Callable[[], Any]) -> list[list[UnitRecord]]:
-    """Units of every layer in one real forward."""
+def record(model: nn.Module, forward: Callable[[], Any]) -> tuple[list[list[UnitRecord]], str]:
+    """Units of every layer in one real forward, and what the layers are called with."""
     units = []
     for layer, call in zip(identity.decoder_layers(model), capture_inputs(model, forward), strict=True):
         args, kwargs, _ = call.fresh()
         with record_layer(layer, args, kwargs) as recorder:
             layer(*args, **kwargs)
         units.append(recorder.units)
-    return units
+        signature = identity.call_signature(call.args, call.kwargs)
+    return units, signature
 
 
 def as_layer(units: list[UnitRecord]) -> Layer:
@@ -51,6 +52,7 @@ def plan_for(
     *ladder: Kept,
     plain: frozenset[int] = frozenset(),
     shape: tuple[int, int] = (64, 4096),
+    call: str,
 ) -> Plan:
     """A plan with one rung per assignment: {layer: {unit: codec, `none` to store}}."""
     rows = [
@@ -59,7 +61,7 @@ def plan_for(
         for layer, members in enumerate(units)
         for row in _layer_rows(rung, layer, members, kept.get(layer, {}), plain=layer in plain)
     ]
-    facts = model_identity(model, "test")
+    facts = model_identity(model, "test", call)
     rungs = tuple(
         Rung(
             rung=rung,
@@ -89,6 +91,7 @@ def plan_for(
         dtype=facts.dtype,
         attention=facts.attention,
         adapter=facts.adapter,
+        call=facts.call,
         micro_batch=shape[0],
         tokens=shape[1],
         profile_digest="",

@@ -10,7 +10,6 @@ from hilore_cli.measuring.codecs import codec
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.runtime.loader import apply_plan
 from tests.runtime.models import BATCH, TOKENS, small_case
-from tests.runtime.plans import plan_for
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def test_held_bytes_are_the_plans_to_the_byte_for_stored_and_compressed_units(ca
         for index, unit in enumerate(case.units[0])
         if unit.keepable
     }
-    plan = plan_for(case.model, case.units, {0: kept, 1: kept}, shape=(BATCH, TOKENS))
+    plan = case.plan({0: kept, 1: kept}, shape=(BATCH, TOKENS))
     with apply_plan(case.model, plan) as applied:
         case.gradients()
         held = applied.held_bytes()
@@ -39,7 +38,7 @@ def test_what_the_forward_really_keeps_grows_by_the_held_bytes(case):
     alive = {}
     for name, assignment in (("recompute", {}), ("store", {0: kept, 1: kept})):
         logits = []
-        with apply_plan(case.model, plan_for(case.model, case.units, assignment)) as applied:
+        with apply_plan(case.model, case.plan(assignment)) as applied:
             seen = trace(lambda logits=logits: logits.append(case.forward()), torch.device("cpu"))
             alive[name] = seen.levels[-1]
             held = sum(applied.held_bytes().values())
@@ -49,7 +48,7 @@ def test_what_the_forward_really_keeps_grows_by_the_held_bytes(case):
 def test_nothing_is_held_after_backward(case):
     kept = {index: "none" for index, unit in enumerate(case.units[0]) if unit.keepable}
     refs = []
-    with apply_plan(case.model, plan_for(case.model, case.units, {0: kept, 1: kept})):
+    with apply_plan(case.model, case.plan({0: kept, 1: kept})):
         layer = case.model.model.layers[0]
         hook = layer.mlp.gate_proj.register_forward_hook(
             lambda *call: refs.append(weakref.ref(call[2].untyped_storage()))
@@ -63,7 +62,7 @@ def test_nothing_is_held_after_backward(case):
 
 def test_the_rung_in_use_can_be_changed_between_steps(case):
     gate = next(index for index, unit in enumerate(case.units[0]) if unit.module == "mlp.gate_proj")
-    with apply_plan(case.model, plan_for(case.model, case.units, {0: {gate: "none"}}, {0: {gate: "int8-g64"}})) as applied:
+    with apply_plan(case.model, case.plan({0: {gate: "none"}}, {0: {gate: "int8-g64"}})) as applied:
         case.gradients()
         stored = applied.held_bytes()
         applied.rung = 1
@@ -75,5 +74,5 @@ def test_the_rung_in_use_can_be_changed_between_steps(case):
 
 
 def test_a_rung_that_is_not_in_the_plan_is_refused(case):
-    with apply_plan(case.model, plan_for(case.model, case.units, {})) as applied, pytest.raises(PlanMismatch, match="rung 3"):
+    with apply_plan(case.model, case.plan({})) as applied, pytest.raises(PlanMismatch, match="rung 3"):
         applied.rung = 3

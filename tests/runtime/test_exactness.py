@@ -10,7 +10,6 @@ from hilore_cli.measuring.layer_calls import capture_step
 from hilore_cli.runtime import replay
 from hilore_cli.runtime.loader import apply_plan
 from tests.runtime.models import Case, differing, relative_error, small_case
-from tests.runtime.plans import plan_for
 
 CASES = {
     "padded": {"padded": True},
@@ -45,7 +44,7 @@ def test_storing_any_one_unit_of_both_layers_gives_bit_equal_gradients(case, poi
     exact = case.gradients()
     for unit in keepable(case):
         kept = {unit: "none"}
-        with apply_plan(case.model, plan_for(case.model, case.units, {0: kept, 1: kept})):
+        with apply_plan(case.model, case.plan({0: kept, 1: kept})):
             assert differing(case.gradients(), exact) == [], case.units[0][unit].op
 
 
@@ -53,14 +52,14 @@ def test_recomputing_any_one_unit_and_storing_all_others_gives_bit_equal_gradien
     exact = case.gradients()
     for unit in keepable(case):
         kept = {other: "none" for other in keepable(case) if other != unit}
-        with apply_plan(case.model, plan_for(case.model, case.units, {0: kept, 1: kept})):
+        with apply_plan(case.model, case.plan({0: kept, 1: kept})):
             assert differing(case.gradients(), exact) == [], case.units[0][unit].op
 
 
 def test_poisoned_dead_ops_change_no_gradient_when_everything_saved_is_stored(case, poison):
     exact = case.gradients()
     kept = {index: "none" for index, unit in enumerate(case.units[0]) if unit.saved and unit.keepable}
-    plan = plan_for(case.model, case.units, {0: kept, 1: kept})
+    plan = case.plan({0: kept, 1: kept})
     dead = [row for row in plan.rows if not row.replays and row.action == "recompute"]
     assert dead
     with apply_plan(case.model, plan):
@@ -71,7 +70,7 @@ def test_a_dead_op_that_is_wrongly_skipped_shows_as_nan(case, poison):
     """The poison reaches gradients if the plan's data flow is wrong, so the tests above can fail."""
     units = [[_unsaved(unit) for unit in layer] for layer in case.units]
     last = max(index for index, unit in enumerate(units[0]) if unit.keepable)
-    plan = plan_for(case.model, units, {0: {last: "none"}, 1: {last: "none"}})
+    plan = replace(case, units=units).plan({0: {last: "none"}, 1: {last: "none"}})
     with apply_plan(case.model, plan):
         found = case.gradients()
     assert any(value.isnan().any() for value in found.values())
@@ -94,7 +93,7 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
     predicted = {gain.unit: (gain.change2 / norm2) ** 0.5 for gain in gains}
     compared = 0
     for candidate in candidates:
-        plan = plan_for(case.model, case.units, {0: {candidate.unit: "int8-g64"}})
+        plan = case.plan({0: {candidate.unit: "int8-g64"}})
         with apply_plan(case.model, plan):
             found = case.gradients()
         assert torch.equal(found["loss"], exact["loss"])
@@ -110,7 +109,7 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
 
 def test_a_plain_layer_runs_unwrapped_and_bit_equal(case):
     exact = case.gradients()
-    with apply_plan(case.model, plan_for(case.model, case.units, {}, plain=frozenset([0]))) as applied:
+    with apply_plan(case.model, case.plan({}, plain=frozenset([0]))) as applied:
         assert differing(case.gradients(), exact) == []
         held = applied.held_bytes()
     assert held == {(0, -1): sum(unit.bytes for unit in case.units[0] if unit.saved)}

@@ -8,7 +8,6 @@ from hilore_cli.errors import PlanMismatch, ReplayError
 from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.runtime.loader import apply_plan
 from tests.runtime.models import BATCH, TOKENS, differing, small_case
-from tests.runtime.plans import plan_for
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def kept(case):
 
 
 def plan(case, **options):
-    return plan_for(case.model, case.units, {0: kept(case), 1: kept(case)}, **options)
+    return case.plan({0: kept(case), 1: kept(case)}, **options)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_a_kept_output_changed_in_place_raises_instead_of_being_served_stale(cas
     seen = []
     hook = decoder_layers(case.model)[0].mlp.gate_proj.register_forward_hook(lambda *call: seen.append(call[2]))
     try:
-        with apply_plan(case.model, plan_for(case.model, case.units, {0: {gate: codec}})):
+        with apply_plan(case.model, case.plan({0: {gate: codec}})):
             logits = case.forward()
             with torch.no_grad():
                 seen[0].mul_(2)

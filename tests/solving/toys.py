@@ -212,6 +212,7 @@ def _meta(
             dtype="bfloat16",
             attention="sdpa",
             adapter="none",
+            call="attention_mask",
         ),
         shape=Shape(micro_batch=micro_batch, prompt_tokens=tokens // 4, response_tokens=tokens - tokens // 4),
         workload=Workload(

@@ -67,6 +67,7 @@ def profile_meta() -> ProfileMeta:
             dtype="float32",
             attention="sdpa",
             adapter="none",
+            call="attention_mask",
         ),
         shape=Shape(micro_batch=2, prompt_tokens=3, response_tokens=5),
         workload=Workload(
@@ -186,6 +187,7 @@ def toy_plan() -> Plan:
         dtype="float32",
         attention="sdpa",
         adapter="none",
+        call="attention_mask",
         micro_batch=2,
         tokens=8,
         profile_digest=toy_profile_digest(),

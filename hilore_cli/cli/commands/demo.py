@@ -17,6 +17,7 @@ from hilore_cli.quantities import check_risk, parse_memory
 
 EXAMPLE = "Example: hilore demo --folder /tmp/hilore-demo"
 MODEL = "smollm2-135m"
+MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 64, 128
 
 
 def command(
@@ -32,6 +33,7 @@ def command(
     from hilore_cli.cli.commands.solve import TIME_LIMIT_S
     from hilore_cli.measuring.options import WorkloadOptions
     from hilore_cli.tables.parquet import check_writable
+    from hilore_cli.tables.profile_table import Shape
 
     output = Output(as_json=json)
     cap = parse_memory(mem)
@@ -42,21 +44,25 @@ def command(
     plan_file = plan_path(profile_file.stem, cap_text=mem.strip(), risk=risk, folder=folder)
     for path in (profile_file, plan_file):
         check_writable(path, force=force)
-    options = WorkloadOptions(model=MODEL)
+    shape = Shape(micro_batch=MICRO_BATCH, prompt_tokens=PROMPT_TOKENS, response_tokens=RESPONSE_TOKENS)
+    options = WorkloadOptions(model=MODEL, shape=shape)
 
-    from hilore_cli.experiments.profiling import profile_actor
-    from hilore_cli.experiments.verifying import verify_plan
+    from hilore_cli.experiments.profiling import CALIBRATION_BATCHES, profile_actor
+    from hilore_cli.experiments.verifying import HELD_OUT_BATCHES, verify_plan
+    from hilore_cli.experiments.workloads import prepare
     from hilore_cli.report.plan_view import margin_line, plan_facts, plan_rungs
     from hilore_cli.report.profile_view import profile_steps
     from hilore_cli.report.verify_view import verify_facts
     from hilore_cli.solving.solve import profile_warnings, solve
 
     with output.progress() as progress:
+        workload = prepare(options, count=CALIBRATION_BATCHES + HELD_OUT_BATCHES, skip=0, progress=progress)
         profile = profile_actor(
             options,
+            workload=workload,
             codecs=None,
             rounds=rounds,
-            command=command_line("profile", {"--model": MODEL}),
+            command=command_line("profile", {"--model": MODEL, "--response-tokens": str(RESPONSE_TOKENS)}),
             progress=progress,
         )
         profile_digest, _ = profile.save(profile_file, force=force)
@@ -80,6 +86,7 @@ def command(
         reports = verify_plan(
             plan,
             options,
+            workload=workload,
             name=str(plan_file),
             rungs=[*exact[:1], plan.meta.chosen],
             rounds=rounds,
