@@ -1,8 +1,8 @@
 """What the machinery costs a layer, apart from its ops: measured on two tokens, where ops cost next to nothing.
 
 Four variants of one layer's forward and backward, interleaved: plain, forward only, checkpointed, and replayed by a
-plan that keeps all that autograd saves. The checkpoint's own cost is checkpointed - plain - forward (it runs the ops once more);
-replay's is keeping all - plain (it runs none again), less the checkpoint's.
+plan that keeps all that autograd saves. The checkpoint's own cost is checkpointed - plain - forward (it runs the ops
+once more); replay's is keeping all - plain (it runs none again), less the checkpoint's.
 """
 
 from dataclasses import dataclass

@@ -8,9 +8,9 @@ fsync and rename: a kill leaves the old file or the new one.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,25 @@ from hilore_cli.errors import FileError
 
 METADATA_KEY = b"hilore"
 Kind = Literal["profile", "plan"]
+
+
+_COLUMNS = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bool: pa.bool_(),
+    tuple[int, ...]: pa.list_(pa.int64()),
+}
+
+
+def schema_of(row: type) -> pa.Schema:
+    """The columns of a dataclass of ints, floats, strings, bools and tuples of ints."""
+    return pa.schema([(name, _COLUMNS[kind]) for name, kind in get_type_hints(row).items()])
+
+
+def columns_of(rows: Sequence[Any], schema: pa.Schema) -> pa.Table:
+    """Dataclass rows to columns, in order."""
+    return pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
 
 
 def contents_digest(table: pa.Table, metadata: Mapping[str, Any]) -> str:

@@ -6,34 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from hilore_cli.errors import FileError
-from hilore_cli.tables.parquet import read_table, write_table
+from hilore_cli.tables.parquet import columns_of, read_table, schema_of, write_table
 
 FORMAT_VERSION = 1
 STORE, COMPRESS, RECOMPUTE = "store", "compress", "recompute"
-
-SCHEMA = pa.schema(
-    [
-        ("rung", pa.int32()),
-        ("layer", pa.int32()),
-        ("unit", pa.int32()),
-        ("op_index", pa.int32()),
-        ("leaf", pa.int32()),
-        ("module", pa.string()),
-        ("op", pa.string()),
-        ("action", pa.string()),
-        ("codec", pa.string()),
-        ("plain", pa.bool_()),
-        ("replays", pa.bool_()),
-        ("held_bytes", pa.int64()),
-        ("recompute_us", pa.float64()),
-        ("codec_us", pa.float64()),
-        ("risk2", pa.float64()),
-        ("why", pa.string()),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +39,9 @@ class PlanRow:
     risk2: float
     """Its share of the squared risk."""
     why: str
+
+
+SCHEMA = schema_of(PlanRow)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +111,7 @@ class Plan:
 
     def save(self, path: str | Path, *, force: bool = False) -> tuple[str, bool]:
         """Write it; returns the digest and whether the file changed. Raises FileError."""
-        columns = {name: [getattr(row, name) for row in self.rows] for name in SCHEMA.names}
-        table = pa.table(columns, schema=SCHEMA)
+        table = columns_of(self.rows, SCHEMA)
         return write_table(
             Path(path), table, dataclasses.asdict(self.meta), kind="plan", version=FORMAT_VERSION, force=force
         )

@@ -7,45 +7,16 @@ layer's input (unit -1, always held) and the LM head (layer = number of layers).
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from hilore_cli.errors import FileError
-from hilore_cli.tables.parquet import read_table, write_table
+from hilore_cli.tables.parquet import columns_of, read_table, schema_of, write_table
 
 FORMAT_VERSION = 1
 NO_CODEC = "none"
 INPUT_UNIT = -1
-
-SCHEMA = pa.schema(
-    [
-        ("shape", pa.int32()),
-        ("layer", pa.int32()),
-        ("unit", pa.int32()),
-        ("op_index", pa.int32()),
-        ("leaf", pa.int32()),
-        ("module", pa.string()),
-        ("op", pa.string()),
-        ("occurrence", pa.int32()),
-        ("codec", pa.string()),
-        ("dtype", pa.string()),
-        ("bytes", pa.int64()),
-        ("flops", pa.int64()),
-        ("recompute_us", pa.float64()),
-        ("saved", pa.bool_()),
-        ("keepable", pa.bool_()),
-        ("forced", pa.bool_()),
-        ("reads", pa.list_(pa.int32())),
-        ("packed_bytes", pa.int64()),
-        ("codec_us", pa.float64()),
-        ("error", pa.float64()),
-        ("gain", pa.float64()),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +58,9 @@ class ProfileRow:
     """Relative L2 error of the unit after unpacking."""
     gain: float
     """Risk gain K: gradient error per unit of exposure (DESIGN section 4)."""
+
+
+SCHEMA = schema_of(ProfileRow)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +220,7 @@ class Profile:
         """Write it; returns the digest and whether the file changed. Raises FileError."""
         return write_table(
             path,
-            rows_to_table(self.rows, SCHEMA),
+            columns_of(self.rows, SCHEMA),
             dataclasses.asdict(self.meta),
             kind="profile",
             version=FORMAT_VERSION,
@@ -275,11 +249,6 @@ def load_profile(path: str | Path) -> Profile:
                     "run `hilore profile` again",
                 )
     return Profile(meta=meta, rows=rows, digest=digest)
-
-
-def rows_to_table(rows: Sequence[Any], schema: pa.Schema) -> pa.Table:
-    """Dataclass rows to columns, in order."""
-    return pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
 
 
 def profile_meta_from_dict(values: dict[str, Any]) -> ProfileMeta:

@@ -357,13 +357,13 @@ def test_an_unknown_name_is_answered_with_the_known_ones_and_a_way_to_add_it() -
 class SignCodec(Codec):
     """One bit an element, held as a byte."""
 
-    def packed_bytes(self, numel: int, dtype: torch.dtype) -> int:  # noqa: ARG002
+    def packed_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return numel
 
     def encode(self, flat: Tensor) -> tuple[tuple[Tensor, ...], bool]:
         return (flat.sign().to(torch.int8),), False
 
-    def decode(self, payload: tuple[Tensor, ...], flat: Tensor, *, clamp: bool) -> None:  # noqa: ARG002
+    def decode(self, payload: tuple[Tensor, ...], flat: Tensor, *, clamp: bool) -> None:
         flat.copy_(payload[0])
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from hilore_cli.tables.parquet import contents_digest
+from hilore_cli.tables.parquet import columns_of, contents_digest
 from hilore_cli.tables.plan_table import COMPRESS, RECOMPUTE, STORE, Plan, PlanMeta, PlanRow, Rung
 from hilore_cli.tables.profile_table import (
     INPUT_UNIT,
@@ -21,7 +21,6 @@ from hilore_cli.tables.profile_table import (
     StaticBytes,
     StepTiming,
     Workload,
-    rows_to_table,
 )
 
 LAYERS = 2
@@ -234,4 +233,4 @@ def toy_plan() -> Plan:
 
 def toy_profile_digest() -> str:
     """What `toy_profile().save(...)` returns."""
-    return contents_digest(rows_to_table(profile_rows(), SCHEMA), dataclasses.asdict(profile_meta()))
+    return contents_digest(columns_of(profile_rows(), SCHEMA), dataclasses.asdict(profile_meta()))
