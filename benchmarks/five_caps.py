@@ -41,7 +41,8 @@ def main(
             print(
                 f"{cap_bytes / 1e6:9.1f}  {report.rung:4d}  {predicted / 1e6:12.3f}  {measured / 1e6:11.3f}  "
                 f"{predicted / measured:6.4f}  {report.held_plan_bytes == report.held_measured_bytes!s:>10}  "
-                f"{report.forward_equal!s:>7}  {report.measured.risk:.2e}  {report.tax_recovered:8.3f}  {report.broken}",
+                f"{report.forward_equal!s:>7}  {report.measured.risk:.2e}  {report.tax_recovered:8.3f}  "
+                f"{report.broken}",
                 flush=True,
             )
 

@@ -1,12 +1,15 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hilore_cli.measuring.models import PACKAGED_MODEL, Actor, load_actor
+from hilore_cli.experiments.profiling import profile_actor
+from hilore_cli.measuring.models import PACKAGED_MODEL, Actor, load_actor, quiet_transformers
 from hilore_cli.measuring.options import WorkloadOptions
+from hilore_cli.tables.profile_table import Profile, Shape
 
 TinyLlama = Callable[..., Actor]
 
@@ -41,3 +44,44 @@ def tiny_llama() -> TinyLlama:
         return Actor(model=model.eval(), tokenizer=None, name="tiny-llama", weights_digest="random")
 
     return build
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """Small models run many times faster on one thread than on two that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random 3-layer Llama as `save_pretrained` writes it, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny_folder: Path) -> WorkloadOptions:
+    """2 x (8 + 16) tokens of the tiny Llama, weights random so that it needs no tokenizer."""
+    shape = Shape(micro_batch=2, prompt_tokens=8, response_tokens=16)
+    return WorkloadOptions(model=str(tiny_folder), weights="random", shape=shape)
+
+
+@pytest.fixture(scope="session")
+def tiny_profile(tiny_options: WorkloadOptions, one_thread: None) -> Profile:
+    """The tiny Llama measured once."""
+    return profile_actor(tiny_options, rounds=1)

@@ -33,6 +33,7 @@ DEFAULT_CODECS = ("int8-g64", "int4-g64", "bf16")
 MEASURED_CODEC = "int8-g64"
 CALIBRATION_BATCHES = 2
 TRACES = 2
+MARGIN = 1.25
 PROFILING_LIMIT = 1.1
 """Of a GC step's peak: what the profiler itself may use."""
 
@@ -170,6 +171,7 @@ class Profiler:
             exposure=exposures[0],
             gradient_norm=norms[0],
             gamma=gamma,
+            margin=MARGIN,
             measured_codecs=(MEASURED_CODEC,) if MEASURED_CODEC in self.codecs else self.codecs,
         )
 

@@ -188,7 +188,7 @@ def record_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         recorder.saved(tensor)
-        return tensor
+        return tensor.detach()  # an op's own output would hold the op that holds it, for good
 
     try:
         device = next(iter(known)).device

@@ -204,7 +204,8 @@ def _run_observed(
         if storage not in storages:
             storages.add(storage)
             held += storage.nbytes()
-        return tensor, tensor._version  # noqa: SLF001
+        # detached: an op's own output would hold the op that holds it, for good if no backward comes
+        return tensor.detach(), tensor._version  # noqa: SLF001
 
     def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
         tensor, version = packed

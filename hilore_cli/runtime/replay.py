@@ -8,6 +8,7 @@ here: the op streams must agree by position and name, and no tensor that replay 
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,11 @@ class OpPolicy:
     name: str
     runs: bool
     kept: tuple[tuple[int, str], ...]
+
+    @property
+    def in_place(self) -> bool:
+        """By torch's naming: `aten.mul_.Tensor`."""
+        return self.name.split(".")[1].endswith("_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +134,7 @@ class _KeepingDispatch:
             op = call.op_policy(index, func, "forward")
             if op.kept:
                 call.keep(index, op, out)
-            if not op.runs:
+            if not (op.runs or (op.kept and isinstance(out, torch.Tensor))):
                 call.dead[index] = _describe(out)
         elif func in UNMARKED_VIEWS:
             call.watch_view(args[0], out)
@@ -152,8 +158,10 @@ class _ReplayingDispatch:
         if op.runs:
             out = func(*args, **(kwargs or {}))
             return _rebuild(call, index, dict(op.kept), out) if op.kept else out
-        if func.overloadpacket.__name__.endswith("_"):
-            return args[0]  # a dead in-place op: its target is as dead as itself
+        if index not in call.dead:
+            return call.give_back(index, 0)  # the op's one output is kept
+        if op.in_place:
+            return args[0]  # its target is as dead as itself
         return _rebuild(call, index, dict(op.kept), call.dead[index])
 
 
@@ -173,19 +181,24 @@ class _Replaying(_ReplayingDispatch, TorchDispatchMode):
 def _rebuild(call: LayerCall, index: int, kept: dict[int, str], out: Any) -> Any:
     """The op's outputs in their own structure: kept leaves handed back, the others run or stood in for."""
     if isinstance(out, _Description):  # most ops have one output
-        return call.give_back(index, 0) if kept else stand_in(out)
+        return stand_in(out)
     position = -1
 
     def fill(value: Any) -> Any:
         nonlocal position
-        if isinstance(value, tuple | list) and not isinstance(value, _Description):
-            return type(value)([fill(entry) for entry in value])
         position += 1
         if position in kept:
             return call.give_back(index, position)
         return stand_in(value) if isinstance(value, _Description) else value
 
-    return fill(out)
+    return _each_leaf(out, fill)
+
+
+def _each_leaf(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Not a closure that calls itself: that is a cycle, and would hold the call and all it keeps until a collection."""
+    if isinstance(values, tuple | list) and not isinstance(values, _Description):
+        return type(values)([_each_leaf(value, change) for value in values])
+    return change(values)
 
 
 class _Description(tuple[Any, ...]):

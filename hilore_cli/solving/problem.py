@@ -99,7 +99,9 @@ def problem_from_profile(profile: Profile, *, shape: int = 0) -> Problem:
     layers = []
     for index in range(profile.meta.identity.layers):
         layer_class = curve.classes[curve.layer_class[index]]
-        ops, units = _ops_and_units(by_layer[index], gamma=profile.meta.calibration.gamma)
+        ops, units = _ops_and_units(
+            by_layer[index], gamma=profile.meta.calibration.gamma / profile.meta.calibration.margin
+        )
         layers.append(
             Layer(
                 ops=ops,

@@ -189,6 +189,8 @@ class Calibration:
     gradient_norm: float
     gamma: float
     """Gradient norm per unit of exposure."""
+    margin: float
+    """What the solver multiplies every gain by: it picks those that happened to be measured low."""
     measured_codecs: tuple[str, ...]
     """Codecs whose gains were measured; the others' are scaled by their error."""
 

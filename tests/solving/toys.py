@@ -254,7 +254,12 @@ def _meta(
             profiling_peak_bytes=0,
         ),
         calibration=Calibration(
-            micro_batches=4, exposure=1.0, gradient_norm=1.0, gamma=1.0, measured_codecs=("int8", "int4", "bf16")
+            micro_batches=4,
+            exposure=1.0,
+            gradient_norm=1.0,
+            gamma=1.0,
+            margin=1.0,
+            measured_codecs=("int8", "int4", "bf16"),
         ),
         device_bytes=24 * 10**9,
         command="hilore profile --model toy/decoder",

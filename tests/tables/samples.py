@@ -106,7 +106,7 @@ def profile_meta() -> ProfileMeta:
             profiling_peak_bytes=48_000,
         ),
         calibration=Calibration(
-            micro_batches=4, exposure=2.0, gradient_norm=1.5, gamma=0.75, measured_codecs=("int8-64",)
+            micro_batches=4, exposure=2.0, gradient_norm=1.5, gamma=0.75, margin=1.25, measured_codecs=("int8-64",)
         ),
         device_bytes=1_000_000,
         command="hilore profile --model toy/two-layers",
