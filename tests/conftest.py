@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,21 @@ def tiny_llama() -> TinyLlama:
     return build
 
 
-@pytest.fixture(scope="session")
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small models run many times faster on one thread than on two that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +91,7 @@ def tiny_options(tiny_folder: Path) -> WorkloadOptions:
 
 
 @pytest.fixture(scope="session")
-def tiny_profile(tiny_options: WorkloadOptions, one_thread: None) -> Profile:
+def tiny_profile(tiny_options: WorkloadOptions) -> Profile:
     """The tiny Llama measured once."""
-    return profile_actor(tiny_options, rounds=1)
+    with threads(1):
+        return profile_actor(tiny_options, rounds=1)

@@ -18,8 +18,9 @@ from hilore_cli.experiments.overheads import Overheads, measure_overheads
 from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.candidates import Candidate, compressible
 from hilore_cli.measuring.codecs import codec
-from hilore_cli.measuring.gains import Candidate, Gain, input_gradient, layer_gains, lookup_norm2
+from hilore_cli.measuring.gains import Gain, input_gradient, layer_gains, lookup_norm2
 from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_inputs, capture_step, checkpointed
 from hilore_cli.measuring.memory import TracedStep, plain_extra_bytes, replay_points, trace_step
 from hilore_cli.measuring.options import WorkloadOptions
@@ -317,47 +318,6 @@ class Profiler:
         with record_layer(self.layers[index], args, kwargs) as recorder:
             self.layers[index](*args, **kwargs)
         return measure_overheads(self.layers[index], inputs[index], tuple(recorder.units))
-
-
-def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
-    """Units worth compressing: of a size that matters, made from the layer's input, saved or costly to rebuild.
-
-    First outputs only: later ones are statistics, such as attention's log-sum-exp. A unit that is neither saved nor a
-    product (FLOPs) is as well served by compressing what it was made from, and so is one better kept one op later.
-    """
-    derived = depends_on_input(units)
-    largest = max((unit.bytes for unit in units), default=0)
-    return [
-        Candidate(unit=index, op_index=unit.op_index)
-        for index, unit in enumerate(units)
-        if unit.floating
-        and unit.keepable
-        and unit.leaf == 0
-        and unit.bytes * 32 >= largest
-        and index in derived
-        and (unit.saved or unit.flops > 0)
-        and not _better_kept_later(index, units)
-    ]
-
-
-def depends_on_input(units: Sequence[UnitRecord]) -> set[int]:
-    """Units that the layer's input reaches: not masks or tables made from arguments alone."""
-    derived = {-1}
-    for index, unit in enumerate(units):
-        if derived.intersection(unit.reads):
-            derived.add(index)
-    return derived - {-1}
-
-
-def _better_kept_later(index: int, units: Sequence[UnitRecord]) -> bool:
-    """Not saved, and read by one op only, whose only output is no larger: keeping that serves as well. Or unread."""
-    if units[index].saved:
-        return False
-    readers = {unit.op_index for unit in units if index in unit.reads}
-    if len(readers) != 1:
-        return not readers
-    outputs = [unit for unit in units if unit.op_index in readers]
-    return len(outputs) == 1 and outputs[0].keepable and outputs[0].bytes <= units[index].bytes
 
 
 def gradient_norm(model: nn.Module) -> float:

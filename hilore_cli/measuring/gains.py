@@ -21,17 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilore_cli.errors import HiloreError
+from hilore_cli.measuring.candidates import Candidate
 from hilore_cli.measuring.codecs import codec
 from hilore_cli.measuring.layer_calls import CapturedStep, LayerInput, layer_output
 from hilore_cli.measuring.stream import counts, leaves
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A unit that may be compressed: its place in the stream."""
-
-    unit: int
-    op_index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

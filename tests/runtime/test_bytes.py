@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hilore_cli.errors import PlanMismatch
-from hilore_cli.experiments.profiling import depends_on_input
+from hilore_cli.measuring.candidates import depends_on_input
 from hilore_cli.measuring.codecs import codec
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.runtime.loader import apply_plan

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hilore_cli.experiments.profiling import depends_on_input
-from hilore_cli.measuring.gains import Candidate, layer_gains
+from hilore_cli.measuring.candidates import Candidate, depends_on_input
+from hilore_cli.measuring.gains import layer_gains
 from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.measuring.layer_calls import capture_step
 from hilore_cli.runtime import replay
