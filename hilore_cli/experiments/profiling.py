@@ -62,6 +62,8 @@ def profile_actor(
         HiloreError: the model, the rollouts or a flag cannot be used.
     """
     progress = progress or Silent()
+    for name in codecs or ():
+        codec(name)  # raises now rather than after sampling
     if workload is None:
         workload = prepare(options, count=CALIBRATION_BATCHES, skip=0, progress=progress)
     workload = replace(workload, micro_batches=workload.micro_batches[:CALIBRATION_BATCHES])
@@ -134,6 +136,13 @@ class Profiler:
                 units.append(tuple(recorder.units))
             layer_class.append(classes[structure])
             self.progress.advance()
+        signatures = {identity.call_signature(call.args, call.kwargs) for call in inputs}
+        if len(signatures) > 1:
+            raise HiloreError(
+                type(self.model).__name__,
+                f"calls its decoder layers with different tensors ({'; '.join(sorted(signatures))})",
+                "hilore plans models whose layers are all called alike",
+            )
         return tuple(units), tuple(layer_class), identity.call_signature(inputs[0].args, inputs[0].kwargs)
 
     def _calibrate(
@@ -293,6 +302,7 @@ class Profiler:
             rounds=rounds,
             checkpoint_us=overheads.checkpoint_us,
             mode_us=overheads.mode_us,
+            recompute_scale=1.0,
         )
 
     def _plain_layers_that_fit(self, units: Sequence[Sequence[UnitRecord]], curve: MemoryCurve) -> frozenset[int]:

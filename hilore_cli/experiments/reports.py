@@ -33,7 +33,7 @@ class VerifyReport:
     tax_recovered_fastest: float
     """From each variant's fastest round."""
     time_ratio: float
-    """Measured over predicted ratio to plain; the steadiest of median, fastest round and CPU time."""
+    """Measured over predicted ratio to plain; the most favourable of median, fastest round and CPU time."""
     forward_equal: bool
     bit_equal: bool
     """Every parameter's gradient is bit for bit that of plain training."""

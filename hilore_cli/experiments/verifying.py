@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hilore_cli.errors import PlanMismatch
 from hilore_cli.experiments.facts import measured_static_bytes
 from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.reports import Promise, VerifyReport
@@ -65,6 +66,14 @@ def verify_plan(
         PlanMismatch: the plan is for another model or a smaller shape.
     """
     progress = progress or Silent()
+    shape = options.shape
+    if (shape.micro_batch, shape.tokens) != (plan.meta.micro_batch, plan.meta.tokens):
+        raise PlanMismatch(
+            f"plan {name or plan.meta.model}".strip(),
+            f"is for micro-batches of {plan.meta.micro_batch} x {plan.meta.tokens} tokens, asked for is "
+            f"{shape.micro_batch} x {shape.tokens}",
+            "verify at the plan's own shape, or profile and solve for the other one",
+        )
     wanted = [plan.meta.chosen] if rungs is None else list(rungs)
     if workload is None:
         workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
@@ -145,7 +154,7 @@ class _Verifier:
             pairs = list(zip(update.gradients, exact.gradients, strict=True))
             change2 = sum(float((a - b).float().square().sum(dtype=torch.float64)) for a, b in pairs)
             found[name] = (
-                (change2 / norm2) ** 0.5,
+                (change2 / norm2) ** 0.5 if norm2 else float(change2 > 0),
                 all(torch.equal(a, b) for a, b in pairs),
                 all(torch.equal(a, b) for a, b in zip(update.logps, exact.logps, strict=True)),
             )
@@ -227,11 +236,11 @@ def broken_promises(report: VerifyReport) -> tuple[str, ...]:
     rules = (
         (report.forward_equal, "forward: log-probs are not bit-equal to plain training"),
         (
-            report.bit_equal or report.risk_budget > 0,
+            report.bit_equal or report.predicted.risk > 0,
             f"risk: the plan promises bit-equal gradients, measured error {measured.risk:.2e}",
         ),
         (
-            measured.risk <= report.risk_budget or report.risk_budget == 0,
+            measured.risk <= report.risk_budget or report.predicted.risk == 0,
             f"risk: measured {measured.risk:.4f}, budget {report.risk_budget:.4f}",
         ),
         (

@@ -17,6 +17,8 @@ from hilore_cli.measuring.rollouts import (
 )
 
 _PERCENT = 100
+MIN_GROUPS = 2
+"""A profile and a later verification draw from the same groups, so that what one leaves out the other holds out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,7 @@ def prepare(options: WorkloadOptions, *, count: int, skip: int, progress: Progre
 def _rollouts(options: WorkloadOptions, actor: Actor, *, sequences: int, progress: Progress) -> Rollouts:
     if options.rollouts is not None:
         return read_rollouts(options.rollouts, actor.tokenizer, vocab_size=actor.vocab_size)
-    groups = -(-sequences // GROUP_SIZE)
+    groups = max(MIN_GROUPS, -(-sequences // GROUP_SIZE))
     if options.weights == "random":
         return random_rollouts(actor.vocab_size, options, groups=groups)
     progress.stage("Sampling rollouts", _PERCENT)

@@ -16,10 +16,11 @@ class Candidate:
 
 
 def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
-    """Units worth compressing: of a size that matters, made from the layer's input, saved or costly to rebuild.
+    """Units worth compressing: of a size that matters, made from the layer's input, and dear to rebuild.
 
-    First outputs only: later ones are statistics, such as attention's log-sum-exp. A unit that is neither saved nor a
-    product (FLOPs) is as well served by compressing what it was made from, and so is one better kept one op later.
+    First outputs only: later ones are statistics, such as attention's log-sum-exp. What is made without FLOPs from
+    units that replay has anyway costs less to rebuild than to pack and unpack. A unit that is neither saved nor a
+    product is as well served by compressing what it was made from, and so is one better kept one op later.
     """
     derived = depends_on_input(units)
     largest = max((unit.bytes for unit in units), default=0)
@@ -31,9 +32,16 @@ def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
         and unit.leaf == 0
         and unit.bytes * 32 >= largest
         and index in derived
-        and (unit.saved or unit.flops > 0)
+        and (unit.flops > 0 or (unit.saved and not _cheap_to_rebuild(unit, units)))
         and not _better_kept_later(index, units)
     ]
+
+
+def _cheap_to_rebuild(unit: UnitRecord, units: Sequence[UnitRecord]) -> bool:
+    """Made from saved units and the layer's input alone, or a copy that is larger than its source."""
+    if all(read == INPUT_UNIT or units[read].saved for read in unit.reads):
+        return True
+    return len(unit.reads) == 1 and units[unit.reads[0]].bytes < unit.bytes
 
 
 def depends_on_input(units: Sequence[UnitRecord]) -> set[int]:

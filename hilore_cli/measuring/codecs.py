@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hilore_cli.errors import HiloreError
 
-CPU_BLOCK, DEVICE_BLOCK = 2**18, 2**23
+CPU_BLOCK, DEVICE_BLOCK = 2**18, 2**20
 """Elements that are worked on at a time, at most 16 bytes of workspace for each."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

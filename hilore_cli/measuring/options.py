@@ -78,6 +78,8 @@ class WorkloadOptions:
         ):
             if count < 1:
                 raise HiloreError(f"{flag} {count}", "must be at least 1", "give a positive whole number")
+        if not 0 <= self.seed < 2**63:
+            raise HiloreError(f"--seed {self.seed}", "must be at least 0 and fit into 64 bits", "0 is the default")
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -56,6 +56,9 @@ class UnitRecord:
         )
 
 
+_BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+
 @dataclass(slots=True)
 class LayerRecorder:
     """Units of one layer call, in the order they are made; see `record_layer`."""
@@ -78,7 +81,8 @@ class LayerRecorder:
         read = {unit for unit in map(self.storage_unit, tensors((args, kwargs))) if unit is not None}
         written = self._written(func, args, kwargs)
         values = list(leaves(out)) or [None]
-        tied = random or bool(written)
+        blank = func.overloadpacket.__name__ in _BLANK  # a kernel that torch does not see may fill it
+        tied = random or bool(written) or blank
         inherited_bytes = self._supersede(written)
         name = str(func)
         occurrence = self._seen[self.module, name]
@@ -103,7 +107,7 @@ class LayerRecorder:
                     reads=tuple(sorted(read)),
                     floating=floating,
                     keepable=is_tensor and not aliased and not tied,
-                    forced=random or not any(isinstance(v, torch.Tensor) for v in values),
+                    forced=random or blank or not any(isinstance(v, torch.Tensor) for v in values),
                 )
             )
             if is_tensor:

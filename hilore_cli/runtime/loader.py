@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hilore_cli.errors import PlanMismatch, ReplayError
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.codecs import codec
 from hilore_cli.measuring.stream import tensors
 from hilore_cli.runtime.replay import LayerCall, OpPolicy
 from hilore_cli.tables.plan_table import COMPRESS, STORE, Plan, PlanRow
@@ -37,10 +38,8 @@ class LayerPolicy:
     """(op index, leaf) -> the plan's unit."""
     held_bytes: int
 
-    @property
-    def keeps(self) -> bool:
-        """Whether any output is kept, which alone needs a dispatch mode."""
-        return any(op.kept for op in self.ops)
+
+RECOMPUTE_ALL = LayerPolicy(plain=False, ops=(), unit_numbers={}, held_bytes=0)
 
 
 class Applied:
@@ -52,6 +51,7 @@ class Applied:
         self._ladder = _ladder(plan)
         self._held: list[dict[int, int]] = [{} for _ in self._layers]
         self._other_calls: set[str] = set()
+        self._audited: set[tuple[int, int]] = set()
         self.rung = plan.meta.chosen
         self._forwards = [types.MethodType(_forward(self, index), layer) for index, layer in enumerate(self._layers)]
         self.__enter__()
@@ -66,22 +66,28 @@ class Applied:
         if rung not in range(len(self._ladder)):
             raise PlanMismatch(f"rung {rung}", f"the plan has rungs 0 to {len(self._ladder) - 1}", "see `hilore show`")
         self._rung = rung
-        self._unaudited = set(range(len(self._layers)))
 
     def held_bytes(self) -> dict[tuple[int, int], int]:
         """What the last forward really kept: (layer, unit) -> bytes of storage.
 
-        A plain layer has one entry, under unit -1, from the first forward at its rung: later ones run unobserved.
+        A plain layer has one entry, under unit -1, from its first forward of the plan's full shape at this rung: others
+        run unobserved.
         """
         return {(layer, unit): held for layer, units in enumerate(self._held) for unit, held in units.items()}
 
+    def acts_on(self, index: int, layer: nn.Module) -> bool:
+        """Whether the plan is in place and this is its layer, not a copy of it."""
+        return self._active and self._layers[index] is layer
+
     def remove(self) -> None:
-        """Give every layer its own forward back."""
+        """Give every layer its own forward back; where another tool has wrapped it since, stop acting in it."""
+        self._active = False
         for layer, forward in zip(self._layers, self._forwards, strict=True):
             if layer.__dict__.get("forward") is forward:
                 del layer.forward
 
     def __enter__(self) -> Self:
+        self._active = True
         for layer, forward in zip(self._layers, self._forwards, strict=True):
             layer.forward = forward
         return self
@@ -96,22 +102,27 @@ class Applied:
         call = identity.call_signature(args, kwargs)
         if call != self._meta.call:
             self._warn_of_call(call)
-            return _checkpointed(original, args, kwargs)
-        if policy.plain and index not in self._unaudited:
+            policy = RECOMPUTE_ALL
+        watched = (args, kwargs, list(self._layers[index].parameters()), list(self._layers[index].buffers()))
+        full = policy is not RECOMPUTE_ALL and shape == (self._meta.micro_batch, self._meta.tokens)
+        audit = full and (self._rung, index) not in self._audited
+        if policy.plain and not audit:
             return original(*args, **kwargs)
         if policy.plain:
             out, self._held[index] = _run_observed(self._layers[index], original, args, kwargs)
         else:
-            out, self._held[index] = _run_checkpointed(f"layer {index}", policy, original, args, kwargs)
-        if index in self._unaudited:
-            self._unaudited.discard(index)
-            held = sum(self._held[index].values())
-            if shape == (self._meta.micro_batch, self._meta.tokens) and held != policy.held_bytes:
-                raise ReplayError(
-                    f"layer {index}",
-                    f"holds {held} bytes where the plan says {policy.held_bytes}",
-                    "profile and solve again with these versions and this kind of batch",
-                )
+            replayed = LayerCall(f"layer {index}", policy.ops, watched)
+            out = _checkpointed(original, args, kwargs, context_fn=replayed.contexts)
+            self._held[index] = {policy.unit_numbers[key]: kept.held_bytes for key, kept in replayed.kept.items()}
+        held = sum(self._held[index].values())
+        if audit and held != policy.held_bytes:
+            raise ReplayError(
+                f"layer {index}",
+                f"holds {held} bytes where the plan says {policy.held_bytes}",
+                "profile and solve again with these versions and this kind of batch",
+            )
+        if audit:
+            self._audited.add((self._rung, index))
         return out
 
     def _warn_of_call(self, call: str) -> None:
@@ -131,7 +142,14 @@ class Applied:
         if cache is not None:
             rule = f"got a KV cache ({cache}) while training; a replay would append to it twice"
             raise PlanMismatch(f"layer {index}", rule, "set model.config.use_cache = False for the update")
-        batch, tokens = identity.hidden_states(args, kwargs).shape[:2]
+        hidden = identity.hidden_states(args, kwargs)
+        if torch.is_autocast_enabled(hidden.device.type):
+            raise PlanMismatch(
+                f"layer {index}",
+                f"runs under autocast, but the plan was profiled in {self._meta.dtype} without",
+                "load the model in the profiled dtype and switch the trainer's autocast (bf16, fp16) off",
+            )
+        batch, tokens = hidden.shape[:2]
         if batch > self._meta.micro_batch or tokens > self._meta.tokens:
             raise PlanMismatch(
                 f"micro-batch of {batch} x {tokens} tokens",
@@ -145,6 +163,7 @@ class Applied:
 def apply_plan(model: nn.Module, plan: Plan) -> Applied:
     """Make `model` train under `plan`, at the rung solved for its risk. Raises PlanMismatch naming both sides."""
     _check_identity(model, plan)
+    _check_codecs(plan)
     where = identity.active_checkpointing(model)
     if where is not None:
         raise _checkpointing_is_on(where)
@@ -161,20 +180,11 @@ def apply_plan(model: nn.Module, plan: Plan) -> Applied:
 def _forward(applied: Applied, index: int) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = types.MethodType(type(self).forward, self)
-        if not (torch.is_grad_enabled() and self.training):
+        if not (torch.is_grad_enabled() and self.training and applied.acts_on(index, self)):
             return original(*args, **kwargs)
         return applied.run_layer(index, original, args, kwargs)
 
     return forward
-
-
-def _run_checkpointed(
-    path: str, policy: LayerPolicy, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[int, int]]:
-    call = LayerCall(path, policy.ops, (args, kwargs)) if policy.keeps else None
-    out = _checkpointed(original, args, kwargs, **({} if call is None else {"context_fn": call.contexts}))
-    kept = {} if call is None else call.kept
-    return out, {policy.unit_numbers[key]: value.held_bytes for key, value in kept.items()}
 
 
 def _checkpointed(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **context: Any) -> Any:
@@ -264,6 +274,11 @@ def _check_identity(model: nn.Module, plan: Plan) -> None:
                 f"{what} differ: the plan has {sides[0]}, the model has {sides[1]}",
                 "load the model that was profiled, or profile and solve for this one",
             )
+
+
+def _check_codecs(plan: Plan) -> None:
+    for name in sorted({row.codec for row in plan.rows if row.action == COMPRESS}):
+        codec(name)  # raises for one that is not registered
 
 
 def _checkpointing_is_on(where: str) -> PlanMismatch:

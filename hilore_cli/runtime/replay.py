@@ -8,7 +8,7 @@ here: the op streams must agree by position and name, and no tensor that replay 
 """
 
 import weakref
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from hilore_cli.errors import ReplayError
 from hilore_cli.measuring.codecs import Packed, codec
 from hilore_cli.measuring.stream import NAMES, UNMARKED_VIEWS, counts, leaves, tensors
 
-NO_CODEC = "none"
+NO_CODEC = "none"  # as in the tables
 SAME = "change nothing between this forward and its backward, or solve a plan that recomputes this layer"
 
 
@@ -44,7 +44,14 @@ class Kept:
     value: torch.Tensor | Packed
     held_bytes: int
     watched: list[tuple["weakref.ref[torch.Tensor]", int]]
-    """The op's own output and its unmarked views, each with its version: their counters are separate."""
+    """The op's own output and its unmarked views, each with its version: their counters are separate.
+
+    Weakly, for below autograd no alias shares a counter, and the output itself would hold the graph that holds it.
+    """
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Note the version of a tensor in this storage."""
+        self.watched.append((weakref.ref(tensor), tensor._version))  # noqa: SLF001
 
     def changed(self) -> bool:
         """Whether a tensor that shares the kept storage was written into."""
@@ -69,9 +76,14 @@ class LayerCall:
         self.ops_in_forward = 0
         self._arguments = [(tensor, tensor._version) for tensor in tensors(arguments)]  # noqa: SLF001
 
-    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """The pair that checkpoint's `context_fn` wants: one around forward, one around replay."""
-        return _Keeping(self), _Replaying(self)
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The pair that checkpoint's `context_fn` wants: one around forward, one around replay.
+
+        A dispatch mode only where it decides something; the check for changed tensors always.
+        """
+        if any(op.kept for op in self.policy):
+            return _Keeping(self), _Replaying(self)
+        return nullcontext(), _Unchanged(self)
 
     def op_policy(self, index: int, func: Any, when: str) -> OpPolicy:
         """The policy at this position of the stream. Raises ReplayError if another op stands there."""
@@ -91,17 +103,18 @@ class LayerCall:
             tensor = values[leaf]
             value = tensor.detach() if name == NO_CODEC else codec(name).pack(tensor.detach())
             is_stored = isinstance(value, torch.Tensor)
-            self.kept[index, leaf] = Kept(
+            kept = self.kept[index, leaf] = Kept(
                 value=value,
                 held_bytes=value.untyped_storage().nbytes() if is_stored else value.held_bytes,
-                watched=[_version_of(tensor)],
+                watched=[],
             )
+            kept.watch(tensor)
 
     def watch_view(self, base: torch.Tensor, view: torch.Tensor) -> None:
         """A view that torch does not mark as one has a version counter of its own: watch it like its base."""
         for kept in self.kept.values():
             if any(ref() is base for ref, _ in kept.watched):
-                kept.watched.append(_version_of(view))
+                kept.watch(view)
 
     def give_back(self, index: int, leaf: int) -> torch.Tensor:
         """A kept output as if its op had just run."""
@@ -111,11 +124,20 @@ class LayerCall:
     def check_unchanged(self) -> None:
         """Raise ReplayError if an argument or a kept output was changed in place since forward."""
         if any(tensor._version != version for tensor, version in self._arguments):  # noqa: SLF001
-            raise ReplayError(self.path, "a tensor passed to the layer was changed in place after its forward", SAME)
+            raise ReplayError(self.path, "an input or a weight of it was changed in place after its forward", SAME)
         for (index, _), kept in self.kept.items():
             if kept.changed():
                 name = self.policy[index].name
                 raise ReplayError(self.path, f"the kept output of {name} was changed in place after its forward", SAME)
+
+
+class _Unchanged(nullcontext[None]):
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def __enter__(self) -> None:
+        self.call.check_unchanged()
 
 
 class _KeepingDispatch:
@@ -165,8 +187,8 @@ class _ReplayingDispatch:
         return _rebuild(call, index, dict(op.kept), call.dead[index])
 
 
-# A mode that defines __torch_dispatch__ itself gets it wrapped against torch.compile, which doubles its cost; ours
-# run under checkpoint, whose replay torch.compile does not trace.
+# A mode that defines __torch_dispatch__ itself gets it wrapped against torch.compile, at a quarter of its cost; a plan
+# is for eager training, where there is nothing to guard against.
 class _Keeping(_KeepingDispatch, TorchDispatchMode):
     pass
 
@@ -213,7 +235,3 @@ def _describe(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_describe(entry) for entry in value])
     return value
-
-
-def _version_of(tensor: torch.Tensor) -> tuple["weakref.ref[torch.Tensor]", int]:
-    return weakref.ref(tensor), tensor._version  # noqa: SLF001

@@ -125,7 +125,7 @@ def _rung(index: int, rung: SolvedRung, rows: list[PlanRow], profile: Profile) -
         tax_recovered=(timing.gc_us - solution.outcome.step_us) / tax_us if tax_us > 0 else 0.0,
         stored=actions.count(STORE),
         compressed=actions.count(COMPRESS),
-        recomputed=actions.count(RECOMPUTE),
+        recomputed=sum(row.action == RECOMPUTE and row.replays for row in rows),
         plain_layers=sum(plan.plain for plan in solution.assignment),
         status=solution.status,
         gap=solution.gap,

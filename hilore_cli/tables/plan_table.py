@@ -31,7 +31,7 @@ class PlanRow:
     plain: bool
     """The whole layer runs unwrapped."""
     replays: bool
-    """The op runs again in backward; False for a kept output and for a dead op."""
+    """The op runs again in backward; False for a dead op, and for a kept output unless a sibling needs the op."""
     held_bytes: int
     recompute_us: float
     """Spent in replay on this op; 0 if it does not run."""
@@ -59,6 +59,7 @@ class Rung:
     stored: int
     compressed: int
     recomputed: int
+    """Units not held whose op runs again; the others are dead."""
     plain_layers: int
     status: str
     gap: float
@@ -69,7 +70,7 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMeta:
-    """Everything about a plan that is not a row; `profile` repeats the profile's identity and workload."""
+    """Everything about a plan that is not a row."""
 
     model: str
     model_class: str

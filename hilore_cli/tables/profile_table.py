@@ -143,6 +143,8 @@ class StepTiming:
     """What a replayed layer costs beyond its ops."""
     mode_us: float
     """What a layer that keeps units costs beyond a plain checkpoint."""
+    recompute_scale: float
+    """By which the ops' traced times were multiplied, so that they add up to the measured GC step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

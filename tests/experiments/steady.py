@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hilore_cli.tables.profile_table import NO_CODEC, Profile, ProfileRow
 
-OVERHEAD_US, PLAIN_US = 5.0, 50_000.0
+OVERHEAD_US, PLAIN_US = 5.0, 30_000.0
 
 
 def steady(profile: Profile) -> Profile:

@@ -32,6 +32,7 @@ def test_the_example_is_solved_again_to_the_same_rows(example):
     assert again.meta.rungs[0].peak_bytes <= example.meta.cap_bytes
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_example_gives_bit_equal_gradients_on_the_real_model(example, smollm2):
     """A padded batch of real text at the plan's shape, by the next token's cross-entropy."""
     model = smollm2.model

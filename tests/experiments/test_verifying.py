@@ -12,7 +12,7 @@ from hilore_cli.errors import PlanMismatch
 from hilore_cli.experiments.progress import Silent
 from hilore_cli.experiments.verifying import broken_promises, verify_plan
 from hilore_cli.experiments.workloads import prepare
-from hilore_cli.measuring.identity import decoder_layers
+from hilore_cli.measuring.identity import active_checkpointing, decoder_layers
 from hilore_cli.measuring.options import LossSpec
 from hilore_cli.measuring.step import actor_step
 from hilore_cli.measuring.tracing import trace
@@ -21,8 +21,8 @@ from tests.experiments.steady import steady
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the way from GC's peak to plain's."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.05)
+"""Of the way from GC's peak to plain's; predictions are on the safe side, so all plain takes a little more."""
 RISK = 0.02
 
 
@@ -88,7 +88,7 @@ def test_the_caps_are_used_and_some_plan_compresses(plan_at):
     held = [plan_at(share).meta.rungs[0].held_bytes for share in SHARES]
     assert held == sorted(held)
     assert held[0] < held[-1]
-    assert plan_at(1.0).meta.rungs[0].plain_layers == 3
+    assert plan_at(SHARES[-1]).meta.rungs[0].plain_layers == 3
     assert any(plan_at(share).meta.rungs[plan_at(share).meta.chosen].compressed for share in SHARES)
 
 
@@ -114,7 +114,7 @@ def test_the_model_is_plain_again_afterwards(reports_at, workload):
     reports_at(0.5)
     model = workload.actor.model
     assert all("forward" not in layer.__dict__ for layer in decoder_layers(model))
-    assert not model.is_gradient_checkpointing
+    assert active_checkpointing(model) is None
 
 
 def test_what_a_layer_keeps_is_released_as_soon_as_its_backward_is_done(plan_at, workload, tiny_options):
@@ -197,7 +197,7 @@ def test_an_exact_rung_is_exact_under_every_loss(kind, plan_at, tiny_options, wo
         ({"forward_equal": False}, "forward"),
         ({"bit_equal": False}, "risk: the plan promises bit-equal"),
         ({"held_measured_bytes": 1}, "held bytes"),
-        ({"cap_bytes": 1}, "above the cap"),
+        ({"cap_bytes": 1}, "peak: measured"),
         ({"time_ratio": 1.2}, "time"),
     ],
 )
@@ -205,8 +205,7 @@ def test_each_promise_can_break(change, word, reports_at):
     report = replace(reports_at(0.5)[0], time_ratio=1.0)
     assert broken_promises(report) == ()
     (line,) = broken_promises(replace(report, **change))
-    assert line.startswith(word.split(":")[0])
-    assert word in line
+    assert line.startswith(word)
 
 
 def test_a_risk_above_its_budget_and_a_peak_above_its_prediction_break(reports_at):

@@ -9,7 +9,7 @@ from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.measuring.layer_calls import capture_step
 from hilore_cli.runtime import replay
 from hilore_cli.runtime.loader import apply_plan
-from tests.runtime.models import Case, differing, relative_error, small_case
+from tests.runtime.models import BATCH, TOKENS, Case, differing, relative_error, small_case
 
 CASES = {
     "padded": {"padded": True},
@@ -109,7 +109,7 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
 
 def test_a_plain_layer_runs_unwrapped_and_bit_equal(case):
     exact = case.gradients()
-    with apply_plan(case.model, case.plan({}, plain=frozenset([0]))) as applied:
+    with apply_plan(case.model, case.plan({}, plain=frozenset([0]), shape=(BATCH, TOKENS))) as applied:
         assert differing(case.gradients(), exact) == []
         held = applied.held_bytes()
     assert held == {(0, -1): sum(unit.bytes for unit in case.units[0] if unit.saved)}

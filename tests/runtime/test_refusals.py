@@ -1,4 +1,5 @@
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -128,17 +129,18 @@ def test_a_kept_output_changed_in_place_raises_instead_of_being_served_stale(cas
         hook.remove()
 
 
-def test_a_mask_changed_in_place_after_the_forward_raises(case):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_mask_changed_in_place_after_the_forward_raises(case, keeps):
     masks = []
     layer = decoder_layers(case.model)[0]
     hook = layer.register_forward_pre_hook(
         lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
     try:
-        with apply_plan(case.model, plan(case)):
+        with apply_plan(case.model, plan(case) if keeps else case.plan({})):
             logits = case.forward()
             masks[0].logical_not_()
-            with pytest.raises(ReplayError, match="tensor passed to the layer was changed in place"):
+            with pytest.raises(ReplayError, match="an input or a weight of it was changed in place"):
                 logits.sum().backward()
     finally:
         hook.remove()
@@ -159,3 +161,63 @@ def test_evaluation_and_scoring_without_gradients_run_unwrapped(case):
     with apply_plan(case.model, plan(case)) as applied, torch.no_grad():
         case.forward()
     assert applied.held_bytes() == {}
+
+
+def test_a_weight_changed_between_forward_and_backward_raises(case):
+    model = copy.deepcopy(case.model)
+    with apply_plan(model, plan(case)):
+        logits = model(input_ids=case.ids, attention_mask=case.mask, use_cache=False).logits
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(2)
+        with pytest.raises(ReplayError, match="weight of it was changed in place"):
+            logits.sum().backward()
+
+
+def test_autocast_is_refused_by_name(case):
+    with (
+        apply_plan(case.model, plan(case)),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(PlanMismatch, match="runs under autocast"),
+    ):
+        case.gradients()
+
+
+def test_a_micro_batch_without_padding_is_recomputed_in_full_with_one_warning(case):
+    full = torch.ones_like(case.mask)
+    unpadded = replace(case, mask=full)
+    exact = unpadded.gradients()
+    with apply_plan(case.model, plan(case)) as applied:
+        with pytest.warns(RuntimeWarning, match="padding mask") as caught:
+            found = unpadded.gradients()
+        assert applied.held_bytes() == {}
+        unpadded.gradients()  # a second warning would be an error here
+    assert differing(found, exact) == []
+    assert len(caught) == 1
+
+
+def test_a_copy_of_the_model_trains_without_the_plan(case):
+    with apply_plan(case.model, plan(case)) as applied:
+        twin = copy.deepcopy(case.model)
+        twin(input_ids=case.ids, attention_mask=case.mask, use_cache=False).logits.sum().backward()
+        assert applied.held_bytes() == {}
+
+
+def test_removing_a_plan_that_another_tool_has_wrapped_stops_it(case):
+    model = copy.deepcopy(case.model)
+    applied = apply_plan(model, plan(case))
+    layer = decoder_layers(model)[0]
+    inner = layer.forward
+    layer.forward = functools.partial(inner)
+    applied.remove()
+    model(input_ids=case.ids, attention_mask=case.mask, use_cache=False).logits.sum().backward()
+    assert applied.held_bytes() == {}
+
+
+def test_an_audit_is_made_at_the_first_full_micro_batch_however_late(case):
+    good = plan(case, shape=(BATCH, TOKENS))
+    rows = tuple(replace(row, held_bytes=row.held_bytes + 4) for row in good.rows)
+    with apply_plan(case.model, replace(good, rows=rows)):
+        case.model(input_ids=case.ids[:, :-1], attention_mask=case.mask[:, :-1], use_cache=False)
+        for _ in range(2):
+            with pytest.raises(ReplayError, match="bytes where the plan says"):
+                case.gradients()

@@ -239,6 +239,7 @@ def _meta(
             gc_fastest_us=plain_us + layers * (layer_us + 150.0),
             rounds=5,
             checkpoint_us=150.0,
+            recompute_scale=1.0,
             mode_us=250.0,
         ),
         memory=MemoryCurve(

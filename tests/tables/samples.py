@@ -91,6 +91,7 @@ def profile_meta() -> ProfileMeta:
             gc_fastest_us=1280.0,
             rounds=5,
             checkpoint_us=10.0,
+            recompute_scale=1.0,
             mode_us=5.0,
         ),
         memory=MemoryCurve(

@@ -15,7 +15,7 @@ from hilore_cli.cli.paths import command_line, plan_path, profile_path
 from hilore_cli.errors import HiloreError
 from hilore_cli.quantities import check_risk, parse_memory
 
-EXAMPLE = "Example: hilore demo --folder /tmp/hilore-demo"
+EXAMPLE = "Example: hilore demo --folder my-demo"
 MODEL = "smollm2-135m"
 MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 64, 192
 
