@@ -182,7 +182,7 @@ def _codec_times(found: Measurements, device: torch.device) -> dict[tuple[str, i
             coding = codec(name)
             coding.unpack(coding.pack(tensor))
 
-        variants = {name: lambda name=name: run(name) for name in found.codecs}  # type: ignore[misc]
+        variants = {name: lambda name=name: run(name) for name in found.codecs}
         for name, rounds in interleaved(variants, rounds=CODEC_ROUNDS, device=device).items():
             times[name, numel, dtype] = median(rounds.wall_us)
     return times

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hilore_cli.errors import HiloreError
 from hilore_cli.experiments.progress import Progress
 from hilore_cli.measuring import identity
 from hilore_cli.measuring.models import Actor, load_actor
@@ -36,12 +37,24 @@ def prepare(options: WorkloadOptions, *, count: int, skip: int, progress: Progre
     progress.stage(f"Loading {options.model}", 1)
     actor = load_actor(options)
     identity.decoder_layers(actor.model)  # before anything slow, an error if there are none
+    _check_positions(actor, options)
     progress.advance()
     rollouts = _rollouts(options, actor, sequences=(count + skip) * options.shape.micro_batch, progress=progress)
     actor.model.train()
     device = next(actor.model.parameters()).device
     batches = micro_batches(rollouts, options.shape, pad_id=actor.pad_id, count=count, device=device, skip=skip)
     return PreparedWorkload(options=options, actor=actor, rollouts=rollouts, micro_batches=tuple(batches))
+
+
+def _check_positions(actor: Actor, options: WorkloadOptions) -> None:
+    positions = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = options.shape.tokens
+    if positions is not None and tokens > positions:
+        raise HiloreError(
+            f"--prompt-tokens {options.shape.prompt_tokens} --response-tokens {options.shape.response_tokens}",
+            f"make {tokens} tokens, but the model has {positions} positions",
+            "give fewer tokens, or a model with a longer context",
+        )
 
 
 def _rollouts(options: WorkloadOptions, actor: Actor, *, sequences: int, progress: Progress) -> Rollouts:

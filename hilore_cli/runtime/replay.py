@@ -8,6 +8,7 @@ here: the op streams must agree by position and name, and no tensor that replay 
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -102,10 +103,9 @@ class LayerCall:
         for leaf, name in op.kept:
             tensor = values[leaf]
             value = tensor.detach() if name == NO_CODEC else codec(name).pack(tensor.detach())
-            is_stored = isinstance(value, torch.Tensor)
             kept = self.kept[index, leaf] = Kept(
                 value=value,
-                held_bytes=value.untyped_storage().nbytes() if is_stored else value.held_bytes,
+                held_bytes=value.held_bytes if isinstance(value, Packed) else value.untyped_storage().nbytes(),
                 watched=[],
             )
             kept.watch(tensor)
