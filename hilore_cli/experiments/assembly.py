@@ -74,13 +74,13 @@ def assemble(found: Measurements) -> Profile:
 
 
 def recompute_scale(times: Mapping[tuple[int, int], float], found: Measurements) -> float:
-    """What makes plain + checkpoints + all replayed ops the measured GC step; traced ops are slower than bare ones.
+    """What makes plain + checkpoints + all replayed ops the fastest GC step; traced ops are slower than bare ones.
 
     Between 0.5 and 1.5: beyond that the step times are noise, and the traced ones the better guess.
     """
     timing, layers = found.timing, len(found.layer_class)
     traced_us = sum(us * found.layer_class.count(kind) for (kind, _), us in times.items())
-    ops_us = timing.gc_us - timing.plain_us - layers * timing.checkpoint_us
+    ops_us = timing.gc_fastest_us - timing.plain_fastest_us - layers * timing.checkpoint_us
     scale = ops_us / traced_us if traced_us else 1.0
     return scale if SCALES[0] <= scale <= SCALES[1] else 1.0
 

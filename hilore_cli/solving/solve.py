@@ -57,7 +57,7 @@ def profile_warnings(profile: Profile) -> list[str]:
     if profile.meta.workload.weights == "random":
         warnings.append("the profile's weights are random: errors measured on random weights mean nothing")
     timing = profile.meta.timing
-    if timing.gc_us <= timing.plain_us:
+    if timing.gc_fastest_us <= timing.plain_fastest_us:
         warnings.append("the profile measured GC no slower than plain: there is no recompute tax to recover")
     return warnings
 
@@ -113,7 +113,7 @@ def _action(row: ProfileRow, plan: LayerPlan) -> str:
 
 def _rung(index: int, rung: SolvedRung, rows: list[PlanRow], profile: Profile) -> Rung:
     timing, solution = profile.meta.timing, rung.solution
-    tax_us = timing.gc_us - timing.plain_us
+    tax_us = timing.gc_fastest_us - timing.plain_fastest_us
     actions = [row.action for row in rows]
     return Rung(
         rung=index,
@@ -122,7 +122,7 @@ def _rung(index: int, rung: SolvedRung, rows: list[PlanRow], profile: Profile) -
         peak_bytes=solution.outcome.peak_bytes,
         step_us=solution.outcome.step_us,
         held_bytes=sum(solution.outcome.held_bytes),
-        tax_recovered=(timing.gc_us - solution.outcome.step_us) / tax_us if tax_us > 0 else 0.0,
+        tax_recovered=(timing.gc_fastest_us - solution.outcome.step_us) / tax_us if tax_us > 0 else 0.0,
         stored=actions.count(STORE),
         compressed=actions.count(COMPRESS),
         recomputed=sum(row.action == RECOMPUTE and row.replays for row in rows),
@@ -166,8 +166,8 @@ def _meta(
         chosen=next(rung.rung for rung in rungs if rung.risk == risk),
         solver=solver_name(),
         static_bytes=static,
-        plain_us=meta.timing.plain_us,
-        gc_us=meta.timing.gc_us,
+        plain_us=meta.timing.plain_fastest_us,
+        gc_us=meta.timing.gc_fastest_us,
         plain_peak_bytes=static + meta.memory.plain_peak_bytes,
         gc_peak_bytes=static + meta.memory.gc_peak_bytes,
         rungs=rungs,

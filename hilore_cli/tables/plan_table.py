@@ -95,6 +95,7 @@ class PlanMeta:
     solver: str
     static_bytes: int
     plain_us: float
+    """Fastest round of the profile; `gc_us` likewise."""
     gc_us: float
     plain_peak_bytes: int
     gc_peak_bytes: int

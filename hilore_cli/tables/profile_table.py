@@ -132,7 +132,7 @@ class StaticBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTiming:
-    """Micro-batch times (forward and backward), interleaved rounds; medians, and the fastest round."""
+    """Micro-batch times (forward and backward), interleaved: medians, and the fastest round, which is planned with."""
 
     plain_us: float
     gc_us: float
