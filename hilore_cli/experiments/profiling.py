@@ -31,10 +31,11 @@ from hilore_cli.measuring.units import UnitRecord, record_layer
 from hilore_cli.tables.profile_table import Calibration, LayerClass, MemoryCurve, Profile, StepTiming
 
 DEFAULT_CODECS = ("int8-g64", "int4-g64", "bf16")
-MEASURED_CODEC = "int8-g64"
+MEASURED_CODECS = ("int8-g64", "bf16")
+"""One a micro-batch, in turn; the others' gains follow from the first's by the ratio of their errors."""
 CALIBRATION_BATCHES = 2
 TRACES = 2
-MARGIN = 1.25
+MARGIN = 1.3
 PROFILING_LIMIT = 1.1
 """Of a GC step's peak: what the profiler itself may use."""
 
@@ -148,7 +149,7 @@ class Profiler:
     def _calibrate(
         self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]
     ) -> tuple[list[Gain], Calibration]:
-        """Gains per unit of exposure: the highest over the calibration micro-batches."""
+        """Gains per unit of exposure: the highest over the micro-batches on which a codec was measured."""
         candidates = [compressible(units[index]) for index in layer_class]
         batches = len(self.workload.micro_batches)
         self.progress.stage("Measuring compression gains", batches * len(self.layers))
@@ -182,20 +183,26 @@ class Profiler:
             gradient_norm=norms[0],
             gamma=gamma,
             margin=MARGIN,
-            measured_codecs=(MEASURED_CODEC,) if MEASURED_CODEC in self.codecs else self.codecs,
+            measured_codecs=tuple(self._measured_codecs),
         )
 
     def _gains(self, captured: CapturedStep, candidates: Sequence[Sequence[Candidate]], batch: int) -> list[Gain]:
-        measured = [MEASURED_CODEC] if MEASURED_CODEC in self.codecs else list(self.codecs)
+        measured = self._measured_codecs
+        names = measured[batch % len(measured) :][:1]
+        others = [name for name in self.codecs if name not in measured]
         return layer_gains(
             self.layers,
             captured,
             candidates,
-            measured,
-            other_codecs=[name for name in self.codecs if name not in measured],
+            names,
+            other_codecs=others if names == measured[:1] else [],
             below2=self._embedding_norm2(captured, batch),
             advance=self.progress.advance,
         )
+
+    @property
+    def _measured_codecs(self) -> list[str]:
+        return [name for name in MEASURED_CODECS if name in self.codecs] or list(self.codecs)
 
     def _embedding_norm2(self, captured: CapturedStep, batch: int) -> float:
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]

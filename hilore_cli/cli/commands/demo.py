@@ -17,7 +17,7 @@ from hilore_cli.quantities import check_risk, parse_memory
 
 EXAMPLE = "Example: hilore demo --folder my-demo"
 MODEL = "smollm2-135m"
-MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 64, 192
+MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 64, 128
 
 
 def command(
