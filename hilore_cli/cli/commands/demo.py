@@ -17,6 +17,7 @@ from hilore_cli.quantities import check_risk, parse_memory
 
 EXAMPLE = "Example: hilore demo --folder my-demo"
 MODEL = "smollm2-135m"
+PROFILE_ROUNDS = 3  # verification times the same steps again
 MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 64, 128
 
 
@@ -61,7 +62,7 @@ def command(
             options,
             workload=workload,
             codecs=None,
-            rounds=rounds,
+            rounds=PROFILE_ROUNDS,
             command=command_line("profile", {"--model": MODEL, "--response-tokens": str(RESPONSE_TOKENS)}),
             progress=progress,
         )
