@@ -21,7 +21,7 @@ def verify_facts(report: "VerifyReport") -> dict[str, Any]:
         "gc": _promise_facts(report.gc),
         "plain": _promise_facts(report.plain),
         "tax_recovered": report.tax_recovered,
-        "tax_recovered_fastest": report.tax_recovered_fastest,
+        "tax_recovered_median": report.tax_recovered_median,
         "time_ratio": report.time_ratio,
         "cap_bytes": report.cap_bytes,
         "risk_budget": report.risk_budget,

@@ -247,7 +247,7 @@ def report(*, broken: tuple[str, ...]) -> VerifyReport:
         gc=promise,
         plain=promise,
         tax_recovered=0.87,
-        tax_recovered_fastest=0.9,
+        tax_recovered_median=0.9,
         time_ratio=1.01,
         forward_equal=True,
         bit_equal=False,
