@@ -72,7 +72,7 @@ def verify_plan(
             f"plan {name or plan.meta.model}".strip(),
             f"is for micro-batches of {plan.meta.micro_batch} x {plan.meta.tokens} tokens, asked for is "
             f"{shape.micro_batch} x {shape.tokens} tokens",
-            "verify at the plan's own shape, or profile and solve for the other one",
+            "leave out --micro-batch, --prompt-tokens and --response-tokens, or profile and solve at that shape",
         )
     wanted = [plan.meta.chosen] if rungs is None else list(rungs)
     if workload is None:
