@@ -177,9 +177,9 @@ def test_a_forward_without_backward_holds_nothing_afterwards(plan_at, workload):
         gc.enable()
 
 
-def test_a_longer_update_than_the_plans_is_refused(plan_at, tiny_options):
+def test_another_shape_than_the_plans_is_refused_naming_both(plan_at, tiny_options):
     shape = replace(tiny_options.shape, response_tokens=17)
-    with pytest.raises(PlanMismatch, match="2 x 25 tokens: is larger than the plan's 2 x 24"):
+    with pytest.raises(PlanMismatch, match="of 2 x 24 tokens, asked for is 2 x 25 tokens"):
         verify_plan(plan_at(0.5), replace(tiny_options, shape=shape), rounds=1)
 
 
