@@ -2,7 +2,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,6 @@ def test_without_network_or_cache_three_ways_out_are_named_at_once(tmp_path: Pat
     )
     # Port 9 of this machine answers nobody.
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -278,7 +276,6 @@ def test_without_network_or_cache_three_ways_out_are_named_at_once(tmp_path: Pat
     assert "is not in the local cache, and the hub cannot be reached" in done.stdout
     assert all(way in done.stdout for way in ("local folder", "HF_HOME", "--weights random"))
     assert done.stderr == ""
-    assert time.perf_counter() - start < 60  # of which most is imports
 
 
 # --- the real one
