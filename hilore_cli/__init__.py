@@ -7,8 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hilore_cli.errors import FileError, HiloreError, Infeasible, PlanMismatch, PromiseBroken, ReplayError
-    from hilore_cli.measuring.losses import exposure, loss_coefficients
+    from hilore_cli.errors import (
+        FileError,
+        HiloreError,
+        Infeasible,
+        PlanMismatch,
+        PromiseBroken,
+        ReplayError,
+        RiskExceeded,
+    )
+    from hilore_cli.measuring.losses import BatchFacts, exposure, exposure_bound, is_skippable, loss_coefficients
     from hilore_cli.measuring.options import LossSpec
     from hilore_cli.runtime.loader import apply_plan
     from hilore_cli.solving.solve import solve
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchFacts",
     "FileError",
     "HiloreError",
     "Infeasible",
@@ -27,8 +36,11 @@ __all__ = [
     "Profile",
     "PromiseBroken",
     "ReplayError",
+    "RiskExceeded",
     "apply_plan",
     "exposure",
+    "exposure_bound",
+    "is_skippable",
     "load_plan",
     "load_profile",
     "loss_coefficients",
@@ -36,8 +48,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hilore_cli.errors": ("FileError", "HiloreError", "Infeasible", "PlanMismatch", "PromiseBroken", "ReplayError"),
-    "hilore_cli.measuring.losses": ("exposure", "loss_coefficients"),
+    "hilore_cli.errors": (
+        "FileError",
+        "HiloreError",
+        "Infeasible",
+        "PlanMismatch",
+        "PromiseBroken",
+        "ReplayError",
+        "RiskExceeded",
+    ),
+    "hilore_cli.measuring.losses": (
+        "BatchFacts",
+        "exposure",
+        "exposure_bound",
+        "is_skippable",
+        "loss_coefficients",
+    ),
     "hilore_cli.measuring.options": ("LossSpec",),
     "hilore_cli.runtime.loader": ("apply_plan",),
     "hilore_cli.solving.solve": ("solve",),

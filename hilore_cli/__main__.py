@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from hilore_cli.cli.app import app
-from hilore_cli.cli.usage import ABORTED, USAGE_ERROR, from_usage_error
+from hilore_cli.cli.usage import ABORTED, USAGE_ERROR, from_out_of_memory, from_usage_error, is_out_of_memory
 from hilore_cli.errors import HiloreError
 
 INTERRUPTED = 130
@@ -25,6 +25,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _report(from_usage_error(error))
     except (KeyboardInterrupt, ABORTED):
         return INTERRUPTED
+    except Exception as error:
+        if is_out_of_memory(error):
+            return _report(from_out_of_memory(sys.argv[1:] if arguments is None else arguments))
+        raise
     return result if isinstance(result, int) else 0
 
 

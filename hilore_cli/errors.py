@@ -25,6 +25,12 @@ class ReplayError(HiloreError):
     """Replay would give a wrong gradient (mutated tensor, diverging op stream), so it stops instead."""
 
 
+class RiskExceeded(HiloreError):
+    """An update's exact exposures spend more risk than its budget."""
+
+    exit_code = 1
+
+
 class PromiseBroken(HiloreError):
     """Measured numbers do not hold what the plan predicts."""
 

@@ -1,7 +1,8 @@
-"""Sizes and probabilities as users write them: GB is 10^9 bytes, GiB is 2^30, never confused."""
+"""Sizes, probabilities and model names as users write them: GB is 10^9 bytes, GiB is 2^30, never confused."""
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hilore_cli.errors import HiloreError
@@ -73,3 +74,10 @@ def format_bytes(count: int) -> str:
             digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
             return f"{scaled:.{digits}f} {unit}"
     return f"{count} B"
+
+
+def model_slug(model: str) -> str:
+    """`Qwen/Qwen3-1.7B` -> `qwen3-1.7b`; a folder gives its name, a GGUF file its stem."""
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name.removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"

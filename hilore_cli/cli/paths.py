@@ -1,25 +1,19 @@
 """Where profiles and plans lie, what they are called, and which one is meant when none is named."""
 
 import os
-import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
 from hilore_cli.errors import HiloreError
+from hilore_cli.quantities import model_slug
 
 PROFILES, PLANS = Path("profiles"), Path("plans")
 _MAKE = {
     "profile": "measure one with `hilore profile --model ID_OR_PATH`, or name it",
     "plan": "solve one with `hilore solve --mem 48GB`, or name it",
 }
-
-
-def model_slug(model: str) -> str:
-    """`Qwen/Qwen3-1.7B` -> `qwen3-1.7b`; folders and GGUF files by their own name."""
-    name = PurePath(model).name or Path(model).resolve().name
-    return re.sub(r"[^a-z0-9._-]+", "-", name.lower().removesuffix(".gguf")).strip("-.") or "model"
 
 
 def profile_path(model: str, *, folder: Path = PROFILES) -> Path:
@@ -45,8 +39,9 @@ def command_line(verb: str, flags: Mapping[str, object]) -> str:
     """The command as a file records it: given flags in a fixed order, paths as seen from the working folder."""
     words = ["hilore", verb]
     for flag, value in flags.items():
-        if value is not None:
-            words += [flag, _from_here(value) if isinstance(value, Path) else str(value)]
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                words += [flag, _from_here(one) if isinstance(one, Path) else str(one)]
     return shlex.join(words)
 
 

@@ -1,4 +1,6 @@
-"""Mistakes on the command line, in hilore's own form."""
+"""Mistakes on the command line, and machines that are too small, in hilore's own form."""
+
+from collections.abc import Sequence
 
 import typer
 
@@ -26,6 +28,23 @@ def from_usage_error(error: Exception) -> HiloreError:
         rule = f"is not an option of `{command}`" if message.startswith("No such option") else _lower_first(message)
         return HiloreError(option, rule, f"did you mean {near}? {hint}" if near else hint)
     return HiloreError(command, _lower_first(message), hint)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own, CUDA's, or that of torch's CPU allocator, told without importing torch."""
+    named = any(kind.__name__ in ("MemoryError", "OutOfMemoryError") for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def from_out_of_memory(arguments: Sequence[str]) -> HiloreError:
+    """The command did not fit; nothing is written until a command is done."""
+    verb = next((word for word in arguments if not word.startswith("-")), "")
+    return HiloreError(
+        f"hilore {verb}".strip(),
+        "needs more memory than this device has free",
+        "give fewer --response-tokens, a smaller --micro-batch or --dtype bfloat16; verify also runs the plain step, "
+        "which must fit",
+    )
 
 
 def _lower_first(text: str) -> str:

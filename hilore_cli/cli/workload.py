@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hilore_cli.errors import FileError, HiloreError
-from hilore_cli.measuring.options import LossSpec, WorkloadOptions, parse_loss
+from hilore_cli.measuring.options import LOSS_OPTIONS, LossSpec, WorkloadOptions, parse_loss, parse_option
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Profile, Shape, load_profile
 
@@ -32,6 +32,7 @@ class WorkloadFlags:
     eps_low: float | None = None
     eps_high: float | None = None
     delta: float | None = None
+    loss_option: list[str] | None = None
     optimizer: str | None = None
     seed: int | None = None
 
@@ -46,6 +47,7 @@ class WorkloadFlags:
             eps_low=self.eps_low,
             eps_high=self.eps_high,
             delta=self.delta,
+            **dict(_loss_option(text) for text in self.loss_option or ()),
         )
         shape = _given(
             micro_batch=self.micro_batch, prompt_tokens=self.prompt_tokens, response_tokens=self.response_tokens
@@ -73,13 +75,22 @@ class WorkloadFlags:
         }
 
 
+def _loss_option(text: str) -> tuple[str, str | float | bool]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in LOSS_OPTIONS:
+        raise HiloreError(
+            f"--loss-option {text}", "is not NAME=VALUE with a known name", "the names are " + ", ".join(LOSS_OPTIONS)
+        )
+    return name, parse_option(name, value)
+
+
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def find_profile(plan: Plan, folder: Path) -> Profile | None:
-    """The profile that a plan was solved on, if it lies in the folder."""
-    for path in sorted(folder.glob("*.parquet")):
+def find_profile(plan: Plan, *folders: Path) -> Profile | None:
+    """The profile that a plan was solved on, if it lies in one of the folders."""
+    for path in (path for folder in dict.fromkeys(folders) for path in sorted(folder.glob("*.parquet"))):
         try:
             profile = load_profile(path)
         except FileError:

@@ -13,29 +13,24 @@ from torch import nn
 
 from hilore_cli.errors import HiloreError
 from hilore_cli.experiments.assembly import Measurements, assemble
+from hilore_cli.experiments.calibration import CALIBRATION_BATCHES, Calibrator
 from hilore_cli.experiments.facts import static_bytes
 from hilore_cli.experiments.overheads import Overheads, measure_overheads
 from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring import identity
-from hilore_cli.measuring.candidates import Candidate, compressible
 from hilore_cli.measuring.codecs import codec
-from hilore_cli.measuring.gains import Gain, input_gradient, layer_gains, lookup_norm2
-from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_inputs, capture_step, checkpointed
+from hilore_cli.measuring.layer_calls import around_layers, capture_inputs, checkpointed
 from hilore_cli.measuring.memory import TracedStep, plain_extra_bytes, replay_points, trace_step
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.measuring.step import actor_step, completion_logps
 from hilore_cli.measuring.timing import Rounds, interleaved
-from hilore_cli.measuring.tracing import trace
 from hilore_cli.measuring.units import UnitRecord, record_layer
-from hilore_cli.tables.profile_table import Calibration, LayerClass, MemoryCurve, Profile, StepTiming
+from hilore_cli.tables.profile_table import LayerClass, MemoryCurve, Profile, StepTiming
 
 DEFAULT_CODECS = ("int8-g64", "int4-g64", "bf16")
-MEASURED_CODECS = ("int8-g64", "bf16")
-"""One a micro-batch, in turn; the others' gains follow from the first's by the ratio of their errors."""
-CALIBRATION_BATCHES = 2
+"""The first is measured in every layer."""
 TRACES = 2
-MARGIN = 1.3
 PROFILING_LIMIT = 1.1
 """Of a GC step's peak: what the profiler itself may use."""
 
@@ -53,7 +48,7 @@ def profile_actor(
 
     Args:
         options: the actor, its data and its shape.
-        workload: the same made ready already, with at least two micro-batches.
+        workload: the same made ready already, with micro-batches to calibrate on.
         codecs: names of the codecs to measure; the built-in deterministic ones if None.
         rounds: interleaved timing rounds of plain and GC steps.
         command: recorded in the profile.
@@ -88,7 +83,12 @@ class Profiler:
         """Run every pass and assemble the profile."""
         self.progress.stage("Recording op streams", len(self.layers))
         units, layer_class, call = self._record()
-        gains, calibration = self._calibrate(units, layer_class)
+        calibrator = Calibrator(
+            self.workload, units=units, layer_class=layer_class, codecs=self.codecs, progress=self.progress
+        )
+        gains, calibration = calibrator.run()
+        self.phase_peaks.append(calibrator.peak_bytes)
+        self.sample_bytes = calibrator.sample_bytes if self.device.type == "cpu" else 0
         curve, traced = self._memory(units, layer_class)
         timing = self._time(units, curve, rounds=rounds)
         return assemble(
@@ -146,83 +146,6 @@ class Profiler:
             )
         return tuple(units), tuple(layer_class), identity.call_signature(inputs[0].args, inputs[0].kwargs)
 
-    def _calibrate(
-        self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]
-    ) -> tuple[list[Gain], Calibration]:
-        """Gains per unit of exposure: the highest over the micro-batches on which a codec was measured."""
-        candidates = [compressible(units[index]) for index in layer_class]
-        batches = len(self.workload.micro_batches)
-        self.progress.stage("Measuring compression gains", batches * len(self.layers))
-        highest: dict[tuple[int, int, str], Gain] = {}
-        exposures, norms = [], []
-        for batch in range(batches):
-            self.model.zero_grad(set_to_none=True)
-            exposure = 0.0
-
-            def step(batch: int = batch) -> None:
-                nonlocal exposure
-                exposure = float(self.step(batch).exposure)
-
-            captured = capture_step(self.model, step)
-            if exposure == 0.0:
-                raise HiloreError("rollouts", "give a loss whose coefficients are all zero", "advantages must differ")
-            norms.append(gradient_norm(self.model))
-            exposures.append(exposure)
-            if batch == 0:
-                self.phase_peaks.append(self._gain_pass_bytes(captured, candidates))
-            for gain in self._gains(captured, candidates, batch):
-                scaled = gain.per_exposure(exposure)
-                key = (gain.layer, gain.unit, gain.codec)
-                if key not in highest or scaled.change2 > highest[key].change2:
-                    highest[key] = scaled
-            del captured
-        gamma = min(norm / exposure for norm, exposure in zip(norms, exposures, strict=True))
-        return list(highest.values()), Calibration(
-            micro_batches=batches,
-            exposure=exposures[0],
-            gradient_norm=norms[0],
-            gamma=gamma,
-            margin=MARGIN,
-            measured_codecs=tuple(self._measured_codecs),
-        )
-
-    def _gains(self, captured: CapturedStep, candidates: Sequence[Sequence[Candidate]], batch: int) -> list[Gain]:
-        measured = self._measured_codecs
-        names = measured[batch % len(measured) :][:1]
-        others = [name for name in self.codecs if name not in measured]
-        return layer_gains(
-            self.layers,
-            captured,
-            candidates,
-            names,
-            other_codecs=others if names == measured[:1] else [],
-            below2=self._embedding_norm2(captured, batch),
-            advance=self.progress.advance,
-        )
-
-    @property
-    def _measured_codecs(self) -> list[str]:
-        return [name for name in MEASURED_CODECS if name in self.codecs] or list(self.codecs)
-
-    def _embedding_norm2(self, captured: CapturedStep, batch: int) -> float:
-        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        if not embedding.weight.requires_grad:
-            return 0.0
-        gradient = input_gradient(self.layers[0], captured.inputs[0], captured.upstream[0])
-        return lookup_norm2(self.workload.micro_batches[batch].input_ids, gradient)
-
-    def _gain_pass_bytes(self, captured: CapturedStep, candidates: Sequence[Sequence[Candidate]]) -> int:
-        """Peak of the local passes above parameters: what was captured, and one layer's work."""
-        held = sum(tensor.nbytes for tensor in captured.upstream) * 2  # inputs and upstream gradients
-        one = CapturedStep(inputs=captured.inputs[:1], upstream=captured.upstream[:1])
-        seen = trace(
-            lambda: layer_gains(
-                self.layers[:1], one, [candidates[0][:1]], self.codecs[:1], below2=0.0, advance=lambda: None
-            ),
-            self.device,
-        )
-        return held + seen.peak_bytes + static_bytes(self.model, "none").gradients
-
     def _memory(
         self, units: Sequence[Sequence[UnitRecord]], layer_class: Sequence[int]
     ) -> tuple[MemoryCurve, list[TracedStep]]:
@@ -263,7 +186,9 @@ class Profiler:
             self.phase_peaks.append(plain_peak + static_bytes(self.model, "none").gradients)
         self.progress.advance()
         steps = [*traced, partly_plain]
-        self.phase_peaks += [step.trace.peak_bytes + static_bytes(self.model, "none").gradients for step in steps]
+        gradients = static_bytes(self.model, "none").gradients
+        self.phase_peaks += [step.trace.peak_bytes + gradients for step in steps]
+        self.phase_peaks.append(gc_peak + gradients + self.sample_bytes)  # as the checks ran
         return MemoryCurve(
             layer_class=tuple(layer_class),
             classes=tuple(classes),
@@ -337,13 +262,3 @@ class Profiler:
         with record_layer(self.layers[index], args, kwargs) as recorder:
             self.layers[index](*args, **kwargs)
         return measure_overheads(self.layers[index], inputs[index], tuple(recorder.units))
-
-
-def gradient_norm(model: nn.Module) -> float:
-    """L2 norm over all parameters' gradients."""
-    total = sum(
-        float(parameter.grad.float().square().sum(dtype=torch.float64))
-        for parameter in model.parameters()
-        if parameter.grad is not None
-    )
-    return float(total**0.5)

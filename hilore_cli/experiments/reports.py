@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SHARE_WITHIN = 0.95
+"""Of held-out updates, the share whose risk is promised to be within the budget (DESIGN section 4)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
@@ -47,4 +50,61 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Every promise holds."""
+        return not self.broken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOutcome:
+    """One held-out update, run exactly and under the plan."""
+
+    predicted_risk: float
+    measured_risk: float
+    exposures: tuple[float, ...]
+    """Of its micro-batches, exactly."""
+    rungs: tuple[int, ...]
+    skippable: int
+    """Micro-batches without any gradient: every loss coefficient 0, and no KL term."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatesReport:
+    """Whole updates at one rung, or at rungs chosen by exposure."""
+
+    plan: str
+    rung: int | None
+    """None: a rung a micro-batch, by its exposure."""
+    risk_budget: float
+    micro_batches: int
+    """In each update."""
+    step_us: float
+    """Predicted time of a micro-batch, on average."""
+    tax_recovered: float
+    """Predicted."""
+    updates: tuple[UpdateOutcome, ...]
+
+    @property
+    def share_within(self) -> float:
+        """Of the updates whose measured risk is within the budget."""
+        return sum(one.measured_risk <= self.risk_budget for one in self.updates) / len(self.updates)
+
+    @property
+    def predicted_over_measured(self) -> tuple[float, ...]:
+        """Ascending, of the updates in which anything was compressed."""
+        return tuple(sorted(one.predicted_risk / one.measured_risk for one in self.updates if one.measured_risk))
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """What does not hold, in words with numbers."""
+        if self.share_within >= SHARE_WITHIN:
+            return ()
+        worst = max(one.measured_risk for one in self.updates)
+        line = (
+            f"risk: within {self.risk_budget:.4f} in {self.share_within:.0%} of {len(self.updates)} updates, promised "
+            f"are {SHARE_WITHIN:.0%}; the highest is {worst:.4f}"
+        )
+        return (line,)
+
+    @property
+    def ok(self) -> bool:
+        """The promise holds."""
         return not self.broken

@@ -19,7 +19,7 @@ from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.reports import Promise, VerifyReport
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring.options import WorkloadOptions
-from hilore_cli.measuring.step import actor_step
+from hilore_cli.measuring.step import actor_step, facts_of
 from hilore_cli.measuring.timing import Rounds, interleaved
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.runtime.loader import Applied, apply_plan
@@ -47,7 +47,6 @@ def verify_plan(
     name: str = "",
     rungs: Sequence[int] | None = None,
     rounds: int = 5,
-    skip: int = 2,
     progress: Progress | None = None,
 ) -> list[VerifyReport]:
     """One report a rung, all rungs, plain and GC in one interleaved run.
@@ -55,17 +54,30 @@ def verify_plan(
     Args:
         plan: what to hold to its promises.
         options: the workload to run; the profile's own unless asked otherwise.
-        workload: the same made ready already, with `skip` + 2 micro-batches.
+        workload: the same made ready already, with two micro-batches after those of the calibration.
         name: what to call the plan in the reports.
         rungs: the one solved for the plan's risk if None.
         rounds: timed rounds of each variant.
-        skip: micro-batches to leave out, because the profile was calibrated on them.
         progress: told of every stage.
 
     Raises:
         PlanMismatch: the plan is for another model or a smaller shape.
     """
     progress = progress or Silent()
+    check_shape(plan, options, name)
+    wanted = [plan.meta.chosen] if rungs is None else list(rungs)
+    skip = plan.meta.calibration_micro_batches
+    if workload is None:
+        workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
+    else:
+        workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + HELD_OUT_BATCHES])
+    applied = apply_plan(workload.actor.model, plan)
+    applied.remove()
+    return _Verifier(plan, name, workload, applied, progress).reports(wanted, rounds=rounds)
+
+
+def check_shape(plan: Plan, options: WorkloadOptions, name: str) -> None:
+    """Raise PlanMismatch unless the workload has the very shape that the plan was solved for."""
     shape = options.shape
     if (shape.micro_batch, shape.tokens) != (plan.meta.micro_batch, plan.meta.tokens):
         raise PlanMismatch(
@@ -74,14 +86,6 @@ def verify_plan(
             f"{shape.micro_batch} x {shape.tokens} tokens",
             "leave out --micro-batch, --prompt-tokens and --response-tokens, or profile and solve at that shape",
         )
-    wanted = [plan.meta.chosen] if rungs is None else list(rungs)
-    if workload is None:
-        workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
-    else:
-        workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + HELD_OUT_BATCHES])
-    applied = apply_plan(workload.actor.model, plan)
-    applied.remove()
-    return _Verifier(plan, name, workload, applied, progress).reports(wanted, rounds=rounds)
 
 
 class _Verifier:
@@ -122,8 +126,8 @@ class _Verifier:
             yield
 
     def _step(self, micro_batch: int = 0) -> torch.Tensor:
-        batch = self.workload.micro_batches[micro_batch]
-        return actor_step(self.model, batch, self.workload.options.loss).logps
+        batches = self.workload.micro_batches
+        return actor_step(self.model, batches[micro_batch], self.workload.options.loss, facts=facts_of(batches)).logps
 
     def _update(self) -> _Update:
         self.model.zero_grad(set_to_none=True)

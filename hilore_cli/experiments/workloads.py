@@ -9,6 +9,7 @@ from hilore_cli.measuring.models import Actor, load_actor
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.measuring.rollouts import (
     GROUP_SIZE,
+    SHUFFLE_WINDOW,
     MicroBatch,
     Rollouts,
     micro_batches,
@@ -18,8 +19,7 @@ from hilore_cli.measuring.rollouts import (
 )
 
 _PERCENT = 100
-MIN_GROUPS = 2
-"""A profile and a later verification draw from the same groups, so that what one leaves out the other holds out."""
+_WINDOW_GROUPS = SHUFFLE_WINDOW // GROUP_SIZE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,8 @@ def _check_positions(actor: Actor, options: WorkloadOptions) -> None:
 def _rollouts(options: WorkloadOptions, actor: Actor, *, sequences: int, progress: Progress) -> Rollouts:
     if options.rollouts is not None:
         return read_rollouts(options.rollouts, actor.tokenizer, vocab_size=actor.vocab_size)
-    groups = max(MIN_GROUPS, -(-sequences // GROUP_SIZE))
+    # whole windows, so that what a profile calibrates on a later verification can leave out
+    groups = _WINDOW_GROUPS * -(-sequences // SHUFFLE_WINDOW)
     if options.weights == "random":
         return random_rollouts(actor.vocab_size, options, groups=groups)
     progress.stage("Sampling rollouts", _PERCENT)

@@ -26,8 +26,10 @@ NOTHING_TO_MEASURE = (
     "has no completion with an advantage other than 0: there is nothing to measure",
     "give rollouts with groups whose rewards differ",
 )
-_POOL_MICRO_BATCHES = 16
 _STD_EPSILON = 1e-4
+GROUP_SIZE = 8
+SHUFFLE_WINDOW = 4 * GROUP_SIZE
+"""Completions; sampling makes whole windows where it can, so that longer lists start with the shorter ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,25 +121,33 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches `skip` to `skip + count - 1` of these rollouts, each of the full shape.
 
-    Completions without advantage are left out (they have no policy gradient). Of the others the longest, up to
-    16 micro-batches' worth, form a pool in a fixed shuffled order, so that the first micro-batches and the held-out
-    ones after them are alike. The pool is dealt out in turn; when it is used up it is dealt again, rotated by one place
-    each time, so that repeats pair other sequences. Raises HiloreError if no completion has an advantage.
+    Completions without advantage are left out (they have no policy gradient). The others are dealt out in their order,
+    shuffled within windows of four groups, as trainers shuffle a generation batch: so a longer list of rollouts deals
+    the same first micro-batches. When all are used up they are dealt again, rotated by one place each time, so that
+    repeats pair other sequences. Raises HiloreError if no completion has an advantage.
     """
     size = shape.micro_batch
     useful = [cut(one, shape) for one in rollouts.completions if one.advantage != 0.0]
     if not useful:
         raise HiloreError(f"rollouts {rollouts.source}", *NOTHING_TO_MEASURE)
-    longest = sorted(range(len(useful)), key=lambda place: (-len(useful[place].completion_ids), place))
-    pool = sorted(longest[: size * _POOL_MICRO_BATCHES])
-    random.Random(0).shuffle(pool)  # noqa: S311 - a fixed order, not a secret
-    deals = max(1, len(pool) // size)
+    order = _shuffled_in_windows(len(useful))
+    deals = max(1, len(order) // size)
     batches = []
     for number in range(skip, skip + count):
         rotation, place = divmod(number, deals)
-        chosen = [useful[pool[(rotation + place * size + row) % len(pool)]] for row in range(size)]
+        chosen = [useful[order[(rotation + place * size + row) % len(order)]] for row in range(size)]
         batches.append(_collate(chosen, shape, pad_id=pad_id, device=device))
     return batches
+
+
+def _shuffled_in_windows(count: int) -> list[int]:
+    draw = random.Random(0)  # noqa: S311 - a fixed order, not a secret
+    order: list[int] = []
+    for start in range(0, count, SHUFFLE_WINDOW):
+        window = list(range(start, min(start + SHUFFLE_WINDOW, count)))
+        draw.shuffle(window)
+        order += window
+    return order
 
 
 def cut(completion: Completion, shape: Shape) -> Completion:

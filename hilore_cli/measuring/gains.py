@@ -11,9 +11,11 @@ Layers are walked from the first up, so that the norm below is known when it is 
 exist at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,22 +40,28 @@ class Gain:
     """Relative L2 error of the unit."""
     change2: float
     """Squared norm of the gradient's change: this layer's, and what reaches the layers below."""
+    measured: bool
+    """False: scaled from another codec's."""
 
     def per_exposure(self, exposure: float) -> "Gain":
         """With the change per unit of exposure."""
         return replace(self, change2=self.change2 / exposure**2)
 
 
-class _Substitute(TorchDispatchMode):
-    """Replace one op's first output by what a codec makes of it; measure other codecs' errors on the way."""
+class Substitute(TorchDispatchMode):
+    """Replace some ops' first outputs by what a codec makes of them, as replay hands compressed units back.
 
-    def __init__(self, op_index: int, codec_name: str, other_codecs: Sequence[str]) -> None:
+    Args:
+        codecs: op index -> codec.
+        probed: codecs whose errors on each of those outputs are measured besides.
+    """
+
+    def __init__(self, codecs: Mapping[int, str], probed: Sequence[str] = ()) -> None:
         super().__init__()
-        self.op_index = op_index
-        self.codec_name = codec_name
-        self.other_codecs = other_codecs
-        self.errors: dict[str, float] = {}
-        self.index = 0
+        self.codecs = codecs
+        self.probed = probed
+        self.errors: dict[tuple[int, str], float] = {}
+        self.index = -1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,12 +70,13 @@ class _Substitute(TorchDispatchMode):
         if not counts(func, args):
             return out
         self.index += 1
-        if self.index - 1 != self.op_index:
+        name = self.codecs.get(self.index)
+        if name is None:
             return out
         exact = next(leaves(out))
-        for name in self.other_codecs:
-            self.errors[name] = round_trip(exact, name)[1]
-        approximate, self.errors[self.codec_name] = round_trip(exact, self.codec_name)
+        for other in self.probed:
+            self.errors[self.index, other] = round_trip(exact, other)[1]
+        approximate, self.errors[self.index, name] = round_trip(exact, name)
         return approximate if out is exact else (approximate, *out[1:])
 
 
@@ -91,18 +100,21 @@ def layer_gains(
     candidates: Sequence[Iterable[Candidate]],
     codec_names: Sequence[str],
     *,
-    other_codecs: Sequence[str] = (),
+    every: Collection[int],
     below2: float,
     advance: Callable[[], None],
 ) -> list[Gain]:
     """Gains of each layer's candidates for each codec, on one micro-batch.
 
+    The first codec is measured in every layer, the others in the layers `every`; elsewhere theirs follow from the
+    first's by the ratio of their errors, which are measured for every unit, and `measured` is False.
+
     Args:
         layers: the decoder layers, in training mode.
         captured: their inputs and upstream gradients in one real step.
         candidates: which units of each layer to compress.
-        codec_names: codecs to measure.
-        other_codecs: codecs whose gains follow from the first measured one's by the ratio of their errors.
+        codec_names: codecs to measure, at least one.
+        every: layers in which each codec is measured.
         below2: squared norm of the gradient below the first layer (the embedding's lookup).
         advance: called after each layer.
 
@@ -116,20 +128,56 @@ def layer_gains(
         if not all(torch.isfinite(gradient).all() for gradient in (*exact, exact_input)):
             raise HiloreError(f"layer {index}", "has a gradient that is not finite", "check the weights and the dtype")
         for candidate in candidates[index]:
-            for name in codec_names:
-                others = other_codecs if name == codec_names[0] else ()
-                mode = _Substitute(candidate.op_index, name, others)
+            found: dict[str, Gain] = {}
+            for name in codec_names if index in every else codec_names[:1]:
+                mode = Substitute({candidate.op_index: name}, codec_names[1:] if index not in every else ())
                 grads, input_grad = _backward(layer, captured.inputs[index], captured.upstream[index], mode)
                 change2 = _norm2(new - old for new, old in zip(grads, exact, strict=True))
                 change2 += _norm2([input_grad - exact_input]) / input2 * below2 if input2 else 0.0
-                for other, error in mode.errors.items():
-                    scale2 = (error / mode.errors[name]) ** 2 if mode.errors[name] else 0.0
-                    gains.append(
-                        Gain(layer=index, unit=candidate.unit, codec=other, error=error, change2=change2 * scale2)
+                for (_, other), error in mode.errors.items():
+                    found[other] = Gain(
+                        layer=index,
+                        unit=candidate.unit,
+                        codec=other,
+                        error=error,
+                        change2=change2 * _ratio2(error, mode.errors[candidate.op_index, name]),
+                        measured=other == name,
                     )
+            gains += found.values()
         below2 += _norm2(exact)
         advance()
     return gains
+
+
+def fit_codecs(gains: Sequence[Gain], layer_class: Sequence[int]) -> list[Gain]:
+    """Gains that were scaled by errors, corrected by what scaling misses in the layers where they were measured.
+
+    The correction is one factor a unit and codec, the median over those layers of one class: codecs err in different
+    places, and a gradient does not feel all alike.
+    """
+    first: dict[tuple[int, int], Gain] = {}
+    for gain in gains:
+        if gain.measured:
+            first.setdefault((gain.layer, gain.unit), gain)
+    factors: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for gain in gains:
+        base = first[gain.layer, gain.unit]
+        scaled2 = base.change2 * _ratio2(gain.error, base.error)
+        if gain.measured and gain is not base and scaled2:
+            factors[layer_class[gain.layer], gain.unit, gain.codec].append(gain.change2 / scaled2)
+    return [
+        gain
+        if gain.measured
+        else replace(
+            gain,
+            change2=gain.change2 * median(factors.get((layer_class[gain.layer], gain.unit, gain.codec), [1.0])),
+        )
+        for gain in gains
+    ]
+
+
+def _ratio2(error: float, measured: float) -> float:
+    return (error / measured) ** 2 if measured else 0.0
 
 
 def lookup_norm2(token_ids: torch.Tensor, gradient: torch.Tensor) -> float:

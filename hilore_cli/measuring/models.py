@@ -23,6 +23,7 @@ import torch
 
 from hilore_cli.errors import FileError, HiloreError
 from hilore_cli.measuring.architectures import ARCHITECTURES, architecture_of, config_for
+from hilore_cli.quantities import model_slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,14 +107,7 @@ def load_actor(options: WorkloadOptions) -> Actor:
                 "choose a smaller model, --dtype bfloat16, or another device",
             ) from error
     model.config.use_cache = False
-    return Actor(model=model, tokenizer=tokenizer, name=slug(options.model), weights_digest=digest)
-
-
-def slug(model: str) -> str:
-    """`Qwen/Qwen3-1.7B` -> `qwen3-1.7b`; a folder gives its name, a GGUF file its stem."""
-    path = Path(model).expanduser()
-    name = path.resolve().name if path.is_dir() else path.name.removesuffix(".gguf")
-    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"
+    return Actor(model=model, tokenizer=tokenizer, name=model_slug(options.model), weights_digest=digest)
 
 
 def weights_digest(model: torch.nn.Module) -> str:

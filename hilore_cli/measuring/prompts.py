@@ -13,6 +13,7 @@ from functools import cache
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)")
 _PER_LEVEL = 10
+_TRIES = 30
 _NAMES = ("Mia", "Omar", "Lena", "Ravi", "Ines", "Jonas", "Aiko", "Tessa")
 _THINGS = ("marbles", "stamps", "pears", "shells", "tickets", "buttons")
 
@@ -28,18 +29,32 @@ class Problem:
 
 
 @cache
-def problems() -> tuple[Problem, ...]:
-    """The built-in questions, easy ones first; ten a level."""
-    draw = random.Random(20)  # noqa: S311 - questions, not secrets
+def problems(rounds: int = 1) -> tuple[Problem, ...]:
+    """The built-in questions: in each round ten a level, easy ones first, none twice.
+
+    More rounds continue the list; a level that has no more questions to ask is left out.
+    """
+    draws = [random.Random(20 + level) for level in range(len(_LEVELS))]  # noqa: S311 - questions, not secrets
+    texts: set[str] = set()
     made: list[Problem] = []
-    for level, template in enumerate(_LEVELS):
-        texts: set[str] = set()
-        while len(texts) < _PER_LEVEL:
-            text, answer = template(draw)
-            if text not in texts and answer not in numbers_in(text):
-                texts.add(text)
-                made.append(Problem(text=text, answer=answer, level=level))
+    for _ in range(rounds):
+        for level, template in enumerate(_LEVELS):
+            made += _new_questions(level, template, draws[level], texts)
     return tuple(made)
+
+
+def _new_questions(
+    level: int, template: Callable[[random.Random], tuple[str, int]], draw: random.Random, texts: set[str]
+) -> list[Problem]:
+    made: list[Problem] = []
+    for _ in range(_PER_LEVEL * _TRIES):
+        text, answer = template(draw)
+        if text not in texts and answer not in numbers_in(text):
+            texts.add(text)
+            made.append(Problem(text=text, answer=answer, level=level))
+        if len(made) == _PER_LEVEL:
+            break
+    return made
 
 
 def reward(completion: str, answer: int) -> float:

@@ -15,7 +15,9 @@ import pandas as pd
 
 from hilore_cli.errors import FileError
 from hilore_cli.measuring.completions import (
+    GROUP_SIZE,
     NOTHING_TO_MEASURE,
+    SHUFFLE_WINDOW,
     Completion,
     MicroBatch,
     Rollouts,
@@ -24,7 +26,7 @@ from hilore_cli.measuring.completions import (
     rollouts_of,
 )
 from hilore_cli.measuring.models import quiet_transformers
-from hilore_cli.measuring.sampling import BUILTIN, GROUP_SIZE, RANDOM, random_rollouts, sample_rollouts
+from hilore_cli.measuring.sampling import BUILTIN, RANDOM, random_rollouts, sample_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,7 @@ __all__ = [
     "BUILTIN",
     "GROUP_SIZE",
     "RANDOM",
+    "SHUFFLE_WINDOW",
     "Completion",
     "MicroBatch",
     "Rollouts",

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hilore_cli.errors import HiloreError
-from hilore_cli.measuring.completions import Completion, Rollouts, group_advantages, rollouts_of
+from hilore_cli.measuring.completions import (
+    GROUP_SIZE,
+    SHUFFLE_WINDOW,
+    Completion,
+    Rollouts,
+    group_advantages,
+    rollouts_of,
+)
 from hilore_cli.measuring.models import quiet_transformers
 from hilore_cli.measuring.prompts import Problem, problems, reward
 
@@ -27,10 +34,9 @@ if TYPE_CHECKING:
     from hilore_cli.measuring.options import WorkloadOptions
     from hilore_cli.tables.profile_table import Shape
 
-GROUP_SIZE = 8
 BUILTIN = "builtin"
 RANDOM = "random"
-_GROUPS_AT_ONCE = 4
+_GROUPS_AT_ONCE = SHUFFLE_WINDOW // GROUP_SIZE
 _TRIES_PER_GROUP = 4
 _TOO_EASY = 0.9
 
@@ -84,21 +90,26 @@ def sample_rollouts(
         )
     generator = torch.Generator(device="cpu").manual_seed(options.seed)
     tell = progress or (lambda _: None)
-    waiting = list(problems())
+    tries = _TRIES_PER_GROUP * groups_wanted
+    waiting = list(problems(rounds=-(-tries // len(problems()))))
     groups: list[_Group] = []
     kept: list[_Group] = []
     was_training = actor.model.training
     actor.model.eval()
     try:
-        while waiting and len(kept) < groups_wanted and len(groups) < _TRIES_PER_GROUP * groups_wanted:
-            batch = waiting[: min(groups_wanted - len(kept), _GROUPS_AT_ONCE)]
+        while waiting and len(kept) < groups_wanted and len(groups) < tries:
+            batch = waiting[
+                :_GROUPS_AT_ONCE
+            ]  # always as many, so that asking for more groups gives the same first ones
             waiting = waiting[len(batch) :]
-            partly = functools.partial(_tell_part, tell, len(kept) / groups_wanted, len(batch) / groups_wanted)
+            done = len(kept) / groups_wanted
+            partly = functools.partial(_tell_part, tell, done, min(len(batch) / groups_wanted, 1 - done))
             new = _sample_groups(actor, options.shape, batch, generator, partly)
             groups += new
             kept += [group for group in new if group.differs]
             if sum(sum(group.rewards) for group in new) > _TOO_EASY * GROUP_SIZE * len(new):
                 waiting = [problem for problem in waiting if problem.level > batch[-1].level]
+        kept = kept[:groups_wanted]
     finally:
         actor.model.train(was_training)
     tell(1.0)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hilore_cli.measuring.losses import exposure, loss_coefficients
+from hilore_cli.measuring.losses import BatchFacts, exposure, exposure_bound, loss_coefficients
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from hilore_cli.measuring.completions import MicroBatch
@@ -56,13 +58,14 @@ def actor_step(
     micro_batch: MicroBatch,
     spec: LossSpec,
     *,
-    tokens_in_batch: float | None = None,
-    accumulation: int = 1,
+    facts: BatchFacts | None = None,
+    audit: Callable[[float], Any] | None = None,
 ) -> StepResult:
     """Forward and backward of one micro-batch; gradients are added to the parameters'. The mode is the caller's.
 
-    `tokens_in_batch` are the completion tokens of all `accumulation` micro-batches of the update (dapo needs them).
-    Raises HiloreError where the loss needs log-probs that the micro-batch lacks.
+    `facts` are of the update that the micro-batch belongs to; by default it is an update by itself. `audit` hears the
+    exact exposure after the forward and before the backward. Raises HiloreError where the loss needs log-probs that
+    the micro-batch lacks.
     """
     logps = completion_logps(model, micro_batch)
     mask = micro_batch.completion_mask
@@ -73,9 +76,33 @@ def actor_step(
         ref_logps=micro_batch.ref_logps,
         advantages=micro_batch.advantages,
         mask=mask,
-        tokens_in_batch=tokens_in_batch,
-        accumulation=accumulation,
+        facts=facts,
     )
+    found = exposure(g, mask)
+    if audit is not None:
+        audit(found)
     loss = (g * logps).sum()
     loss.backward()
-    return StepResult(loss=loss.detach(), logps=logps.detach(), exposure=exposure(g, mask))
+    return StepResult(loss=loss.detach(), logps=logps.detach(), exposure=found)
+
+
+def facts_of(micro_batches: Sequence[MicroBatch]) -> BatchFacts:
+    """What the normalisers need to know where these micro-batches are one update of one process."""
+    return BatchFacts(
+        accumulation=len(micro_batches),
+        tokens_in_batch=float(sum(one.completion_tokens for one in micro_batches)),
+        sequences_in_batch=sum(len(one.input_ids) for one in micro_batches),
+    )
+
+
+def exposure_before(micro_batch: MicroBatch, spec: LossSpec, facts: BatchFacts) -> float:
+    """What is known of a micro-batch's exposure before its forward: exact on-policy and without a KL term."""
+    return exposure_bound(
+        spec,
+        advantages=micro_batch.advantages,
+        mask=micro_batch.completion_mask,
+        on_policy=micro_batch.old_logps is None,
+        old_logps=micro_batch.old_logps,
+        ref_logps=micro_batch.ref_logps,
+        facts=facts,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from hilore_cli.quantities import format_bytes
 from hilore_cli.report.grid import Grid, milliseconds, percent
-from hilore_cli.tables.profile_table import INPUT_UNIT, NO_CODEC, Profile, ProfileRow
+from hilore_cli.tables.profile_table import INPUT_UNIT, NO_CODEC, Calibration, Profile, ProfileRow
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def profile_summary(profile: Profile) -> tuple[str, ...]:
             f"buffers {format_bytes(static.buffers)}"
         ),
         (
-            f"calibration {meta.calibration.micro_batches} micro-batches, gradient norm "
-            f"{meta.calibration.gradient_norm:.4g}, exposure {meta.calibration.exposure:.4g}; codecs measured: "
+            f"calibration {meta.calibration.micro_batches} micro-batches, gradient norm per exposure "
+            f"{meta.calibration.gamma:.4g}; {_spread(meta.calibration)}; codecs measured: "
             f"{', '.join(meta.calibration.measured_codecs) or 'none'}"
         ),
         f"digest      {profile.digest}",
@@ -126,3 +126,13 @@ def _best_codec(rows: Iterable[ProfileRow]) -> tuple[str, str]:
 
 def _units(profile: Profile) -> set[tuple[int, int]]:
     return {(row.layer, row.unit) for row in profile.rows if row.unit != INPUT_UNIT and row.codec == NO_CODEC}
+
+
+def _spread(calibration: Calibration) -> str:
+    if not calibration.ratios:
+        return "gains not checked"
+    low, high = min(calibration.ratios), max(calibration.ratios)
+    return (
+        f"errors {low:.2f} to {high:.2f} times those predicted on {len(calibration.ratios)} other micro-batches, "
+        f"margin {calibration.margin:.2f}"
+    )

@@ -1,13 +1,14 @@
 """Predicted beside measured: the table that says whether a plan keeps its promises."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hilore_cli.quantities import format_bytes
 from hilore_cli.report.grid import Grid, milliseconds, percent
 
 if TYPE_CHECKING:
-    from hilore_cli.experiments.reports import Promise, VerifyReport
+    from hilore_cli.experiments.reports import Promise, UpdatesReport, VerifyReport
 
 
 def verify_facts(report: "VerifyReport") -> dict[str, Any]:
@@ -105,3 +106,71 @@ def _promise_facts(promise: "Promise") -> dict[str, Any]:
         **{f"{name}_ms": facts[f"{name}_us"] / 1000 for name in ("step", "fastest", "cpu")},
         "risk": facts["risk"],
     }
+
+
+def updates_facts(report: "UpdatesReport") -> dict[str, Any]:
+    """What `hilore verify --updates --json` adds: the distribution, and every update."""
+    ratios = report.predicted_over_measured
+    return {
+        "plan": report.plan,
+        "rung": report.rung,
+        "risk_budget": report.risk_budget,
+        "micro_batches": report.micro_batches,
+        "share_within": report.share_within,
+        "predicted_over_measured": {name: _quantile(ratios, at) for name, at in _QUANTILES} if ratios else None,
+        "tax_recovered": report.tax_recovered,
+        "skippable": sum(one.skippable for one in report.updates),
+        "ok": report.ok,
+        "broken": list(report.broken),
+        "updates": [dataclasses.asdict(one) for one in report.updates],
+    }
+
+
+def updates_summary(*reports: "UpdatesReport") -> Grid:
+    """A line a variant: how often the risk held, and how far predictions were from it."""
+    rows = []
+    for report in reports:
+        measured = sorted(one.measured_risk for one in report.updates)
+        ratios = report.predicted_over_measured
+        rows.append(
+            (
+                "\u2713 holds" if report.ok else "\u2717 broken",
+                "by exposure" if report.rung is None else str(report.rung),
+                f"<= {percent(report.risk_budget)}",
+                percent(_quantile(measured, 0.5)),
+                percent(_quantile(measured, 0.95)),
+                percent(report.share_within),
+                " to ".join(f"{_quantile(ratios, at):.2f}" for at in (0.05, 0.5, 0.95))
+                if ratios
+                else "nothing compressed",
+                percent(report.tax_recovered),
+                str(sum(one.skippable for one in report.updates)),
+            )
+        )
+    first = reports[0]
+    return Grid(
+        title=f"risk of {len(first.updates)} held-out updates of {first.micro_batches} micro-batches",
+        header=(
+            "",
+            "rung",
+            "promise",
+            "median",
+            "95 %",
+            "within",
+            "predicted / measured",
+            "tax back (predicted)",
+            "skippable",
+        ),
+        rows=tuple(rows),
+    )
+
+
+_QUANTILES = (("lowest", 0.0), ("p05", 0.05), ("median", 0.5), ("p95", 0.95), ("highest", 1.0))
+
+
+def _quantile(ascending: Sequence[float], at: float) -> float:
+    """Between the two nearest values."""
+    place = at * (len(ascending) - 1)
+    low = int(place)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (place - low) * (ascending[high] - ascending[low])

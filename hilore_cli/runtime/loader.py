@@ -8,19 +8,21 @@ it is (nothing kept), or op-level replay. The first training forward audits what
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hilore_cli.errors import PlanMismatch, ReplayError
 from hilore_cli.measuring import identity
 from hilore_cli.measuring.codecs import codec
+from hilore_cli.measuring.layer_calls import checkpointed
 from hilore_cli.measuring.stream import tensors
+from hilore_cli.runtime.budget import OnExcess, UpdateBudget
+from hilore_cli.runtime.choice import RungCost
 from hilore_cli.runtime.replay import LayerCall, OpPolicy
 from hilore_cli.tables.plan_table import COMPRESS, STORE, Plan, PlanRow
 
@@ -52,6 +54,10 @@ class Applied:
         self._held: list[dict[int, int]] = [{} for _ in self._layers]
         self._other_calls: set[str] = set()
         self._audited: set[tuple[int, int]] = set()
+        self._costs = [
+            RungCost(rung=rung.rung, step_us=rung.step_us, gain2=rung.predicted_risk**2) for rung in plan.meta.rungs
+        ]
+        self._budget = UpdateBudget(self._costs, (), risk=plan.meta.risk)
         self.rung = plan.meta.chosen
         self._forwards = [types.MethodType(_forward(self, index), layer) for index, layer in enumerate(self._layers)]
         self.__enter__()
@@ -74,6 +80,38 @@ class Applied:
         run unobserved.
         """
         return {(layer, unit): held for layer, units in enumerate(self._held) for unit, held in units.items()}
+
+    def choose(
+        self, exposures: Sequence[float], *, gradient_norm: float | None = None, on_excess: OnExcess = "warn"
+    ) -> list[int]:
+        """A rung for each micro-batch of the coming update: least predicted time within the plan's risk.
+
+        Args:
+            exposures: one a micro-batch, in the order they will run: `exposure` where the loss coefficients are known
+                (on-policy), else `exposure_bound`.
+            gradient_norm: of the update, before clipping; the last ones' is a good guess. By default the
+                profile's gradient norm per exposure is taken.
+            on_excess: what `audit` does when exact exposures exceed the budget.
+
+        Set `rung` to each in turn before its micro-batch's forward.
+        """
+        gamma = self._meta.gamma
+        self._budget = UpdateBudget(
+            self._costs,
+            exposures,
+            risk=self._meta.risk,
+            gradient_exposure=None if gradient_norm is None else gradient_norm / gamma,
+            on_excess=on_excess,
+        )
+        return list(self._budget.rungs)
+
+    def audit(self, exposure: float) -> list[int]:
+        """Tell the exact exposure of the next micro-batch, known after its forward and before its backward.
+
+        Returns the update's rungs, which may have changed for the micro-batches to come. Warns once an update, or
+        raises RiskExceeded, as `choose` was asked to.
+        """
+        return list(self._budget.audit(exposure))
 
     def acts_on(self, index: int, layer: nn.Module) -> bool:
         """Whether the plan is in place and this is its layer, not a copy of it."""
@@ -112,7 +150,7 @@ class Applied:
             out, self._held[index] = _run_observed(self._layers[index], original, args, kwargs)
         else:
             replayed = LayerCall(f"layer {index}", policy.ops, watched)
-            out = _checkpointed(original, args, kwargs, context_fn=replayed.contexts)
+            out = checkpointed(original, args, kwargs, contexts=replayed.contexts)
             self._held[index] = {policy.unit_numbers[key]: kept.held_bytes for key, kept in replayed.kept.items()}
         held = sum(self._held[index].values())
         if audit and held != policy.held_bytes:
@@ -185,19 +223,6 @@ def _forward(applied: Applied, index: int) -> Callable[..., Any]:
         return applied.run_layer(index, original, args, kwargs)
 
     return forward
-
-
-def _checkpointed(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **context: Any) -> Any:
-    return checkpoint(
-        original,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        determinism_check="default",
-        early_stop=True,
-        **context,
-        **kwargs,
-    )
 
 
 def _run_observed(

@@ -166,6 +166,8 @@ def _meta(
         chosen=next(rung.rung for rung in rungs if rung.risk == risk),
         solver=solver_name(),
         static_bytes=static,
+        gamma=meta.calibration.gamma,
+        calibration_micro_batches=meta.calibration.micro_batches,
         plain_us=meta.timing.plain_fastest_us,
         gc_us=meta.timing.gc_fastest_us,
         plain_peak_bytes=static + meta.memory.plain_peak_bytes,

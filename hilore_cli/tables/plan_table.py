@@ -9,7 +9,7 @@ from typing import Any
 from hilore_cli.errors import FileError
 from hilore_cli.tables.parquet import columns_of, read_table, schema_of, write_table
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STORE, COMPRESS, RECOMPUTE = "store", "compress", "recompute"
 
 
@@ -94,6 +94,10 @@ class PlanMeta:
     """The rung solved for `risk`."""
     solver: str
     static_bytes: int
+    gamma: float
+    """Gradient norm per unit of exposure, as the profile found it."""
+    calibration_micro_batches: int
+    """Of the profile's workload, its first: a verification leaves them out."""
     plain_us: float
     """Fastest round of the profile; `gc_us` likewise."""
     gc_us: float

@@ -14,7 +14,7 @@ from typing import Any
 from hilore_cli.errors import FileError
 from hilore_cli.tables.parquet import columns_of, read_table, schema_of, write_table
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NO_CODEC = "none"
 INPUT_UNIT = -1
 
@@ -184,17 +184,21 @@ class MemoryCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """How the risk gains were measured (DESIGN section 4)."""
+    """How the risk gains were measured, and what they are worth on other micro-batches (DESIGN section 4)."""
 
     micro_batches: int
-    exposure: float
-    gradient_norm: float
+    """Of the workload's first ones, none of which a verification may use again."""
     gamma: float
-    """Gradient norm per unit of exposure."""
+    """Gradient norm per unit of exposure, of the micro-batch that the gains were measured on."""
+    gammas: tuple[float, ...]
+    """The same of each micro-batch that they were checked on."""
+    ratios: tuple[float, ...]
+    """Measured over predicted relative error of each of these: the spread of the gains."""
+    quantile: float
     margin: float
-    """What the solver multiplies every gain by: it picks those that happened to be measured low."""
+    """What the solver multiplies every gain by: the ratio that this share of further updates stays under."""
     measured_codecs: tuple[str, ...]
-    """Codecs whose gains were measured; the others' are scaled by their error."""
+    """The first in every layer, the others in a few and fitted from the first elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +270,8 @@ def profile_meta_from_dict(values: dict[str, Any]) -> ProfileMeta:
         for entry in memory["classes"]
     )
     per_layer = {name: tuple(memory[name]) for name in ("layer_class", "forward_peak_bytes", "backward_base_bytes")}
-    calibration = {**values["calibration"], "measured_codecs": tuple(values["calibration"]["measured_codecs"])}
+    lists = {name: tuple(values["calibration"][name]) for name in ("gammas", "ratios", "measured_codecs")}
+    calibration = {**values["calibration"], **lists}
     for section in ("timing", "calibration"):
         for name, value in values[section].items():
             if isinstance(value, float) and not math.isfinite(value):

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from hilore_cli.errors import Infeasible
 from hilore_cli.experiments.reports import Promise, VerifyReport
@@ -297,11 +298,46 @@ def test_verify_runs_the_workload_of_the_plans_profile(
     assert options.shape == toy_profile().meta.shape
 
 
+@pytest.mark.parametrize("place", ["out", "out/profiles"])
+def test_verify_finds_the_profile_beside_the_plan(
+    place: str, hilore: Hilore, folder: Path, experiment: dict[str, Any]
+) -> None:
+    toy_profile().save(folder / place / "p.parquet")
+    toy_plan().save(folder / "out" / "plans" / "plan.parquet")
+    toy_plan().save(folder / "out" / "plan.parquet")
+    outcome = hilore("verify", "out/plan.parquet" if place == "out" else "out/plans/plan.parquet")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert experiment["options"].model == "toy/two-layers"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_device_that_is_too_small_is_one_clear_line(
+    error: Exception, hilore: Hilore, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify_plan(*_: Any, **__: Any) -> None:
+        raise error
+
+    module = ModuleType("hilore_cli.experiments.verifying")
+    module.__dict__.update(verify_plan=verify_plan)
+    monkeypatch.setitem(sys.modules, "hilore_cli.experiments.verifying", module)
+    outcome = hilore("verify", str(plan_file))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "error: hilore verify: needs more memory" in outcome.err
+    assert "--micro-batch" in outcome.err
+
+
 def test_verify_without_the_profile_says_what_it_guesses(
     hilore: Hilore, plan_file: Path, experiment: dict[str, Any]
 ) -> None:
     outcome = hilore("verify", str(plan_file), "--json")
-    assert "note: the plan's profile is not in profiles/" in outcome.err
+    assert "note: the plan's profile is neither in profiles/ nor beside the plan" in outcome.err
     assert outcome.facts["held_bytes"] == {"plan": 10_250, "measured": 10_250}
     assert experiment["options"].shape.tokens == 8
 

@@ -51,6 +51,7 @@ def test_a_wrong_flag_of_solve_is_one_clear_line(
         ([], ["--model", "required"]),
         (["--model", "toy", "--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["--model", "toy", "--micro-batch", "0"], ["--micro-batch 0", "at least 1"]),
+        (["--model", "toy", "--micro-batch", "1000000000"], ["--micro-batch 1000000000", "tokens a micro-batch"]),
         (["--model", "toy", "--loss", "ppo"], ["--loss ppo", "dapo"]),
         (["--model", "toy", "--weights", "zero"], ["--weights zero", "pretrained"]),
         (["--model", "toy", "--rollouts", "none.jsonl"], ["--rollouts none.jsonl"]),

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from hilore_cli.errors import FileError, HiloreError
 from hilore_cli.measuring import models
 from hilore_cli.measuring.architectures import ARCHITECTURES, architecture_of, config_for
-from hilore_cli.measuring.models import Actor, load_actor, slug, weights_digest
+from hilore_cli.measuring.models import Actor, load_actor, weights_digest
 from hilore_cli.measuring.options import WorkloadOptions
+from hilore_cli.quantities import model_slug
 from tests.conftest import TinyLlama
 
 PUBLISHED_PARAMETERS = {
@@ -85,13 +86,13 @@ def test_an_unknown_id_lists_the_known_ones() -> None:
     ],
 )
 def test_names_are_short_and_fit_for_files(model: Any, name: str) -> None:
-    assert slug(model) == name
+    assert model_slug(model) == name
 
 
 def test_the_current_folder_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Actor").mkdir()
     monkeypatch.chdir(tmp_path / "Actor")
-    assert slug(".") == "actor"
+    assert model_slug(".") == "actor"
 
 
 # --- loading

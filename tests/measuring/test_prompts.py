@@ -20,7 +20,14 @@ def test_there_are_ten_distinct_questions_a_level_easy_ones_first() -> None:
     assert len({problem.text for problem in problems()}) == len(levels)
 
 
-@pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.text[:30])
+def test_more_rounds_continue_the_list_with_new_questions() -> None:
+    longer = problems(6)
+    assert longer[:50] == problems()
+    assert len({problem.text for problem in longer}) == len(longer)
+    assert len(longer) > 250
+
+
+@pytest.mark.parametrize("problem", problems(2), ids=lambda problem: problem.text[:30])
 def test_answers_are_right(problem: Problem) -> None:
     numbers = [int(number) for number in re.findall(r"\d+", problem.text)]
     right = {

@@ -309,12 +309,18 @@ def test_long_prompts_lose_their_start_and_long_completions_their_end() -> None:
     assert rollouts.cut_count(SHAPE) == 1
 
 
-def test_the_longest_completions_with_an_advantage_are_taken() -> None:
-    short = [completion(place, response=2) for place in range(64)]
-    long = [completion(64 + place, response=8) for place in range(32)]
-    silent = [completion(96 + place, response=8, advantage=0.0) for place in range(32)]
-    taken = [place for batch in batches(short + silent + long, count=16) for place in members(batch)]
-    assert sorted(taken) == list(range(64, 96))
+def test_every_completion_with_an_advantage_is_dealt_once_before_any_is_dealt_again() -> None:
+    useful = [completion(place) for place in range(64)]
+    silent = [completion(64 + place, advantage=0.0) for place in range(32)]
+    taken = [place for batch in batches(silent + useful, count=32) for place in members(batch)]
+    assert sorted(taken) == list(range(64))
+    assert taken != sorted(taken)
+
+
+def test_a_longer_list_of_rollouts_deals_the_same_first_micro_batches() -> None:
+    completions = [completion(place) for place in range(96)]
+    few, many = batches(completions[:32], count=16), batches(completions, count=48)
+    assert [members(batch) for batch in few] == [members(batch) for batch in many[:16]]
 
 
 def test_held_out_micro_batches_share_no_sequence_with_the_first_while_there_are_enough() -> None:
@@ -434,8 +440,8 @@ def test_an_actor_that_finds_everything_easy_gets_harder_questions(
         return 1.0
 
     monkeypatch.setattr(sampling, "reward", always_right)
-    sample_rollouts(talker, options(), groups_wanted=1)
-    assert seen[::8] == [problems()[first].answer for first in (0, 10, 20, 30)]
+    sample_rollouts(talker, options(), groups_wanted=4)
+    assert seen[::8] == [problems()[first + place].answer for first in (0, 10, 20, 30) for place in range(4)]
 
 
 def test_sampling_is_repeatable_and_leaves_random_state_and_mode_alone(talker: Actor) -> None:

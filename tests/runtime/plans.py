@@ -102,6 +102,8 @@ def plan_for(
         chosen=0,
         solver="by hand",
         static_bytes=0,
+        gamma=1.0,
+        calibration_micro_batches=0,
         plain_us=0.0,
         gc_us=0.0,
         plain_peak_bytes=0,

@@ -256,9 +256,10 @@ def _meta(
         ),
         calibration=Calibration(
             micro_batches=4,
-            exposure=1.0,
-            gradient_norm=1.0,
+            gammas=(0.7, 0.8),
+            ratios=(1.0,),
             gamma=1.0,
+            quantile=0.95,
             margin=1.0,
             measured_codecs=("int8", "int4", "bf16"),
         ),

@@ -107,7 +107,13 @@ def profile_meta() -> ProfileMeta:
             profiling_peak_bytes=48_000,
         ),
         calibration=Calibration(
-            micro_batches=4, exposure=2.0, gradient_norm=1.5, gamma=0.75, margin=1.25, measured_codecs=("int8-64",)
+            micro_batches=4,
+            gammas=(0.7, 0.8),
+            ratios=(0.9, 1.2),
+            gamma=0.75,
+            quantile=0.95,
+            margin=1.25,
+            measured_codecs=("int8-64",),
         ),
         device_bytes=1_000_000,
         command="hilore profile --model toy/two-layers",
@@ -198,6 +204,8 @@ def toy_plan() -> Plan:
         chosen=1,
         solver="HiGHS",
         static_bytes=40_100,
+        gamma=0.75,
+        calibration_micro_batches=4,
         plain_us=1000.0,
         gc_us=1300.0,
         plain_peak_bytes=84_100,

@@ -48,7 +48,8 @@ def command(
     shape = Shape(micro_batch=MICRO_BATCH, prompt_tokens=PROMPT_TOKENS, response_tokens=RESPONSE_TOKENS)
     options = WorkloadOptions(model=MODEL, shape=shape)
 
-    from hilore_cli.experiments.profiling import CALIBRATION_BATCHES, profile_actor
+    from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
+    from hilore_cli.experiments.profiling import profile_actor
     from hilore_cli.experiments.verifying import HELD_OUT_BATCHES, verify_plan
     from hilore_cli.experiments.workloads import prepare
     from hilore_cli.report.plan_view import margin_line, plan_facts, plan_rungs

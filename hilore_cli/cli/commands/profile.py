@@ -3,7 +3,7 @@
 # ruff: noqa: PLC0415 - torch is imported once the flags are known to be good
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,25 +18,11 @@ EXAMPLE = (
 )
 
 
+@flags.with_workload
 def command(
     *,
     model: flags.Model,
-    weights: flags.Weights = None,
-    rollouts: flags.Rollouts = None,
-    micro_batch: flags.MicroBatch = None,
-    prompt_tokens: flags.PromptTokens = None,
-    response_tokens: flags.ResponseTokens = None,
-    dtype: flags.Dtype = None,
-    attn: flags.Attention = None,
-    device: flags.Device = None,
-    loss: flags.Loss = None,
-    loss_level: flags.LossLevel = None,
-    beta: flags.Beta = None,
-    eps_low: flags.EpsLow = None,
-    eps_high: flags.EpsHigh = None,
-    delta: flags.Delta = None,
-    optimizer: flags.Optimizer = None,
-    seed: flags.Seed = None,
+    workload: dict[str, Any],
     codecs: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Measure these codecs only.", show_default=False)
     ] = None,
@@ -51,25 +37,7 @@ def command(
     from hilore_cli.tables.parquet import check_writable
 
     output = Output(as_json=json)
-    given = WorkloadFlags(
-        model=model,
-        weights=weights,
-        rollouts=rollouts,
-        micro_batch=micro_batch,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        dtype=dtype,
-        attention=attn,
-        device=device,
-        loss=loss,
-        loss_level=loss_level,
-        beta=beta,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        delta=delta,
-        optimizer=optimizer,
-        seed=seed,
-    )
+    given = WorkloadFlags(**workload)
     options = given.over(WorkloadOptions(model=model))
     if rounds < 1:
         raise HiloreError(f"--rounds {rounds}", "must be at least 1", "5 is the default")

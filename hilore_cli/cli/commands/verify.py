@@ -3,7 +3,7 @@
 # ruff: noqa: PLC0415 - torch is imported once the plan and the flags are known to be good
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: hilore verify plans/qwen3-1.7b-48GB-r0.01.parquet --rounds 10"
 
 
+@flags.with_workload
 def command(
     *,
     plan: Annotated[
@@ -30,28 +31,24 @@ def command(
         int | None, typer.Option(metavar="N", help="Another rung than the one solved for --risk.", show_default=False)
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Interleaved rounds of plain, GC and plan.")] = 5,
-    model: flags.OtherModel = None,
-    weights: flags.Weights = None,
-    rollouts: flags.Rollouts = None,
-    micro_batch: flags.MicroBatch = None,
-    prompt_tokens: flags.PromptTokens = None,
-    response_tokens: flags.ResponseTokens = None,
-    dtype: flags.Dtype = None,
-    attn: flags.Attention = None,
-    device: flags.Device = None,
-    loss: flags.Loss = None,
-    loss_level: flags.LossLevel = None,
-    beta: flags.Beta = None,
-    eps_low: flags.EpsLow = None,
-    eps_high: flags.EpsHigh = None,
-    delta: flags.Delta = None,
-    optimizer: flags.Optimizer = None,
-    seed: flags.Seed = None,
+    updates: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Measure the risk of N whole held-out updates instead.", show_default=False),
+    ] = None,
+    micro_batches: Annotated[int, typer.Option(metavar="M", help="In each of these updates.")] = 8,
+    by_exposure: Annotated[
+        bool, typer.Option("--by-exposure", help="Also choose a rung a micro-batch by its exposure, for --updates.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Predicted against measured risk of --updates.", show_default=False),
+    ] = None,
+    workload: dict[str, Any],
     json: flags.Json = False,
 ) -> None:
     """Run the actor plain, under GC and under the plan, interleaved; exit 1 if a promise does not hold.
 
-    The workload is the one of the plan's profile, if that lies in profiles/; flags override it.
+    The workload is the one of the plan's profile, if that lies in profiles/ or beside the plan; flags override it.
     """
     from hilore_cli.cli.workload import WorkloadFlags
     from hilore_cli.report.verify_view import verify_facts
@@ -65,26 +62,23 @@ def command(
     check_rung(loaded, rung)
     if rounds < 1:
         raise HiloreError(f"--rounds {rounds}", "must be at least 1", "5 is the default")
-    given = WorkloadFlags(
-        model=model,
-        weights=weights,
-        rollouts=rollouts,
-        micro_batch=micro_batch,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        dtype=dtype,
-        attention=attn,
-        device=device,
-        loss=loss,
-        loss_level=loss_level,
-        beta=beta,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        delta=delta,
-        optimizer=optimizer,
-        seed=seed,
-    )
-    options = _workload(loaded, given, output)
+    given = WorkloadFlags(**workload)
+    if updates is None and (by_exposure or plot is not None):
+        raise HiloreError("--by-exposure" if by_exposure else "--plot", "goes with --updates", "add --updates 40")
+    for flag, count in (("--updates", updates), ("--micro-batches", micro_batches)):
+        if count is not None and count < 1:
+            raise HiloreError(f"{flag} {count}", "must be at least 1", "an update is often 8 micro-batches")
+    if plot is not None:
+        from hilore_cli.report.risk_plot import check_plot
+
+        check_plot(plot)
+    options = _workload(plan, loaded, given, output)
+    if updates is not None:
+        variants = [loaded.meta.chosen if rung is None else rung, *([None] if by_exposure else [])]
+        _verify_updates(
+            output, loaded, options, name=str(plan), variants=variants, updates=updates, size=micro_batches, plot=plot
+        )
+        return
 
     from hilore_cli.experiments.verifying import verify_plan
 
@@ -100,6 +94,37 @@ def command(
     show_reports(output, report)
     output.emit(verify_facts(report))
     hold(str(plan), report)
+
+
+def _verify_updates(
+    output: Output,
+    plan: "Plan",
+    options: "WorkloadOptions",
+    *,
+    name: str,
+    variants: "list[int | None]",
+    updates: int,
+    size: int,
+    plot: Path | None,
+) -> None:
+    from hilore_cli.experiments.updates import verify_updates
+    from hilore_cli.report.verify_view import updates_facts, updates_summary
+
+    with output.progress() as progress:
+        reports = verify_updates(
+            plan, options, updates=updates, micro_batches=size, rungs=variants, name=name, progress=progress
+        )
+    if plot is not None:
+        from hilore_cli.report.risk_plot import plot_risk
+
+        plot_risk(plot, reports)
+        output.note(f"wrote {plot}")
+    output.show(updates_summary(*reports))
+    output.emit({**updates_facts(reports[0]), "variants": [updates_facts(report) for report in reports]})
+    broken = [line for report in reports for line in report.broken]
+    if broken:
+        hint = "profile again with rollouts of this kind, or solve with a smaller --risk"
+        raise PromiseBroken(name, "; ".join(broken), hint)
 
 
 def check_rung(plan: "Plan", rung: int | None) -> None:
@@ -127,15 +152,15 @@ def hold(plan: str, *reports: "VerifyReport") -> None:
         )
 
 
-def _workload(plan: "Plan", given: "WorkloadFlags", output: Output) -> "WorkloadOptions":
+def _workload(path: Path, plan: "Plan", given: "WorkloadFlags", output: Output) -> "WorkloadOptions":
     from hilore_cli.cli.workload import check_rollouts, find_profile, options_from_plan, options_from_profile
 
-    profile = find_profile(plan, PROFILES)
+    profile = find_profile(plan, PROFILES, path.parent, path.parent.parent / PROFILES)
     if profile is not None:
         return check_rollouts(given.over(options_from_profile(profile)))
     options = given.over(options_from_plan(plan))
     output.note(
-        f"note: the plan's profile is not in {PROFILES}/, so the workload is guessed from the plan: "
+        f"note: the plan's profile is neither in {PROFILES}/ nor beside the plan, so the workload is guessed: "
         f"{options.shape.micro_batch} x ({options.shape.prompt_tokens} + {options.shape.response_tokens}) tokens, "
         f"loss {options.loss.kind}"
     )
