@@ -6,6 +6,7 @@ by. Units of least gain are what a solver picks, so what picking does to the pro
 be measured low) is in that factor too.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,8 +23,9 @@ from hilore_cli.experiments.progress import Progress
 from hilore_cli.experiments.workloads import PreparedWorkload
 from hilore_cli.measuring import identity
 from hilore_cli.measuring.candidates import Candidate, compressible
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.gains import Gain, Substitute, fit_codecs, input_gradient, layer_gains, lookup_norm2
-from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_step, checkpointed
+from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_step
 from hilore_cli.measuring.losses import BatchFacts
 from hilore_cli.measuring.step import actor_step, facts_of
 from hilore_cli.measuring.tracing import trace
@@ -33,11 +35,12 @@ from hilore_cli.tables.profile_table import Calibration
 GAIN_BATCHES = 1
 CHECK_BATCHES = 5
 CALIBRATION_BATCHES = GAIN_BATCHES + CHECK_BATCHES
-CHECKED_RISK = 0.01
-"""Predicted error of what is compressed together in the checks."""
+CHECKED_RISKS = (0.01, 0.003, 0.03)
+"""Predicted errors of what is compressed together in the checks, in turn: rounding decides small ones, and large ones
+are no longer a sum of small ones."""
 QUANTILE = 0.95
 LAYERS_A_FIT = 4
-SAMPLED_ELEMENTS = 2**21
+SAMPLED_ELEMENTS, SPARSEST, WHOLE = 2**21, 16, 64
 # Student's t at that quantile, one-sided, for 1, 2, ... degrees of freedom; the normal's beyond.
 _STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 _NORMAL = 1.645
@@ -83,16 +86,20 @@ class Calibrator:
         gamma = norm / exposure
         scaled = [gain.per_exposure(exposure) for gain in gains]
         self.progress.stage("Checking gains on other micro-batches", len(self._check_batches))
-        compressed = self._units_of_least_gain(scaled, gamma)
-        predicted = math.sqrt(sum(gain.change2 for gain in compressed)) / gamma
-        facts = facts_of([self.workload.micro_batches[batch] for batch in self._check_batches])
-        checks = [self._check(batch, compressed, facts) for batch in self._check_batches]
-        ratios = tuple(check.risk / predicted for check in checks) if predicted else ()
+        batches = self._check_batches
+        facts = facts_of([self.workload.micro_batches[batch] for batch in batches])
+        checks, ratios = [], []
+        for batch, risk in zip(batches, itertools.cycle(CHECKED_RISKS), strict=False):
+            compressed = self._units_of_least_gain(scaled, risk * gamma)
+            checks.append(self._check(batch, compressed, facts))
+            if compressed:
+                predicted = math.sqrt(sum(gain.change2 for gain in compressed)) / gamma
+                ratios.append(checks[-1].risk / predicted)
         return scaled, Calibration(
             micro_batches=len(self.workload.micro_batches),
             gamma=gamma,
             gammas=tuple(check.gamma for check in checks),
-            ratios=ratios,
+            ratios=tuple(ratios),
             quantile=QUANTILE,
             margin=upper_bound(ratios),
             measured_codecs=tuple(self.codecs),
@@ -137,16 +144,15 @@ class Calibrator:
         batch = self.workload.micro_batches[micro_batch]
         return actor_step(self.model, batch, self.workload.options.loss, facts=facts).exposure
 
-    def _units_of_least_gain(self, gains: Sequence[Gain], gamma: float) -> list[Gain]:
-        """One codec a unit, the least gain first, until they are predicted to err as much as is checked."""
+    def _units_of_least_gain(self, gains: Sequence[Gain], most: float) -> list[Gain]:
+        """The first codec's units, the least gain first, while the root of their summed squares is within `most`."""
         chosen: dict[tuple[int, int], Gain] = {}
         error2 = 0.0
         for gain in sorted(gains, key=lambda gain: (gain.change2, gain.layer, gain.unit, gain.codec)):
-            # bf16 and its like err too little to be worth a check while a coarser codec fits
             if gain.codec != self.codecs[0] or (gain.layer, gain.unit) in chosen:
                 continue
             error2 += gain.change2
-            if chosen and error2 > (CHECKED_RISK * gamma) ** 2:
+            if chosen and error2 > most**2:
                 break
             chosen[gain.layer, gain.unit] = gain
         return list(chosen.values())
@@ -195,8 +201,8 @@ class Calibrator:
     @property
     def sample_bytes(self) -> int:
         """What a check keeps besides a GC step: samples of two gradients and of their difference."""
-        elements = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        return 3 * 4 * min(elements, 2 * SAMPLED_ELEMENTS)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return 3 * 4 * sum(-(-parameter.numel() // stride) for parameter, stride in _sampled(trained))
 
 
 def checkpointed_layer(_: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,17 +211,18 @@ def checkpointed_layer(_: int, original: Callable[..., Any], args: tuple[Any, ..
 
 
 def sampled_gradient(model: nn.Module) -> torch.Tensor:
-    """[about 2M] elements of the gradient, evenly spaced over each parameter, on the CPU; small parameters in full."""
+    """[elements] of the gradient, evenly spaced over each parameter and weighted to keep its norm, on the CPU."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    stride = max(1, sum(gradient.numel() for gradient in gradients) // SAMPLED_ELEMENTS)
-    # an odd stride meets every column of the usual widths
-    stride += stride % 2 == 0
-    kept = [
-        gradient.reshape(-1)[:: 1 if gradient.numel() <= stride * 64 else stride].float().cpu()
-        for gradient in gradients
-    ]
-    weights = [1.0 if gradient.numel() <= stride * 64 else stride**0.5 for gradient in gradients]
-    return torch.cat([part * weight for part, weight in zip(kept, weights, strict=True)])
+    return torch.cat(
+        [gradient.reshape(-1)[::stride].float().cpu() * stride**0.5 for gradient, stride in _sampled(gradients)]
+    )
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Each tensor with the stride of its sample: a sixteenth or two million elements in all, small ones whole."""
+    stride = max(SPARSEST, sum(tensor.numel() for tensor in tensors) // SAMPLED_ELEMENTS)
+    stride += stride % 2 == 0  # an odd one meets every column of the usual widths
+    return [(tensor, 1 if tensor.numel() <= stride * WHOLE else stride) for tensor in tensors]
 
 
 def upper_bound(ratios: Sequence[float]) -> float:

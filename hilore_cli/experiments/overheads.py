@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.gains import no_weight_gradients
-from hilore_cli.measuring.layer_calls import LayerInput, checkpointed, layer_output
+from hilore_cli.measuring.layer_calls import LayerInput, layer_output
 from hilore_cli.measuring.timing import interleaved
 from hilore_cli.measuring.units import UnitRecord
 from hilore_cli.runtime.replay import NO_CODEC, LayerCall, OpPolicy

@@ -19,8 +19,9 @@ from hilore_cli.experiments.overheads import Overheads, measure_overheads
 from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.codecs import codec
-from hilore_cli.measuring.layer_calls import around_layers, capture_inputs, checkpointed
+from hilore_cli.measuring.layer_calls import around_layers, capture_inputs
 from hilore_cli.measuring.memory import TracedStep, plain_extra_bytes, replay_points, trace_step
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.measuring.step import actor_step, completion_logps
@@ -209,7 +210,7 @@ class Profiler:
 
     def _time(self, units: Sequence[Sequence[UnitRecord]], curve: MemoryCurve, *, rounds: int) -> StepTiming:
         """Plain and GC steps, interleaved; where a plain step does not fit, as many plain layers as do."""
-        self.progress.stage("Timing plain and GC steps", 2 * (rounds + 1))
+        self.progress.stage("Timing plain and GC steps", 2 * rounds)
         plain_layers = self._plain_layers_that_fit(units, curve)
         seen = interleaved(
             {
@@ -219,6 +220,7 @@ class Profiler:
             rounds=rounds,
             device=self.device,
             advance=self.progress.advance,
+            warmups=0,  # both have run under the traces
         )
         share = len(self.layers) / len(plain_layers)
 

@@ -2,15 +2,15 @@
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.stream import tensors
 
 LayerForward = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -52,27 +52,6 @@ def around_layers(model: nn.Module, run: LayerForward) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
-
-
-def checkpointed(
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
-) -> Any:
-    """The layer under torch's non-reentrant checkpoint; `contexts` gives those around its forward and its replay."""
-    context: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    return checkpoint(
-        original,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        determinism_check="default",
-        early_stop=True,
-        **context,
-        **kwargs,
-    )
 
 
 def capture_inputs(model: nn.Module, forward: Callable[[], Any]) -> tuple[LayerInput, ...]:

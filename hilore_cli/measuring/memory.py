@@ -18,8 +18,9 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.identity import hidden_states
-from hilore_cli.measuring.layer_calls import around_layers, checkpointed, layer_output
+from hilore_cli.measuring.layer_calls import around_layers, layer_output
 from hilore_cli.measuring.stream import counts, leaves
 from hilore_cli.measuring.tracing import PREFIX, MemoryEvent, Trace, trace
 from hilore_cli.tables.profile_table import ReplayPoint

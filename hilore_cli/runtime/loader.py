@@ -18,8 +18,8 @@ from torch import nn
 
 from hilore_cli.errors import PlanMismatch, ReplayError
 from hilore_cli.measuring import identity
+from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.codecs import codec
-from hilore_cli.measuring.layer_calls import checkpointed
 from hilore_cli.measuring.stream import tensors
 from hilore_cli.runtime.budget import OnExcess, UpdateBudget
 from hilore_cli.runtime.choice import RungCost

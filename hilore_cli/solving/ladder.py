@@ -4,6 +4,7 @@ Risk never decides whether a plan fits (see `nearest`), so either every rung exi
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hilore_cli.solving.nearest import infeasible, smallest_risk
@@ -21,9 +22,9 @@ class SolvedRung:
     solution: Solution
 
 
-def ladder_risks(risk: float) -> tuple[float, ...]:
-    """The risks to solve at, ascending: 0 to 4 times the one asked for, those of 1 and above left out."""
-    return tuple(sorted({risk * multiple for multiple in MULTIPLES if risk * multiple < 1.0}))
+def ladder_risks(risk: float, multiples: Sequence[float] = MULTIPLES) -> tuple[float, ...]:
+    """The risks to solve at, ascending: multiples of the one asked for and itself, those of 1 and above left out."""
+    return tuple(sorted({risk * multiple for multiple in (*multiples, 1.0) if risk * multiple < 1.0}))
 
 
 def solve_ladder(
@@ -34,6 +35,7 @@ def solve_ladder(
     cap_text: str = "",
     gap: float = GAP,
     time_limit_s: float = 120.0,
+    multiples: Sequence[float] = MULTIPLES,
 ) -> tuple[SolvedRung, ...]:
     """Solve every rung under the cap (bytes, static included); a larger budget is never slower.
 
@@ -42,7 +44,7 @@ def solve_ladder(
     if smallest_risk(problem, cap_bytes=cap_bytes) is None:
         raise infeasible(problem, cap_bytes=cap_bytes, cap_text=cap_text, risk=risk)
     deadline = time.monotonic() + time_limit_s
-    risks = ladder_risks(risk)
+    risks = ladder_risks(risk, multiples)
     rungs: list[SolvedRung] = []
     for position, budget in enumerate(risks):
         solution = solve_problem(

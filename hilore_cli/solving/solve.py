@@ -1,11 +1,11 @@
 """From a profile to a plan: the ladder of solved rungs written out as rows, each with its reason."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hilore_cli.quantities import check_risk
 from hilore_cli.solving.evaluate import LayerPlan, choice_of
-from hilore_cli.solving.ladder import SolvedRung, solve_ladder
+from hilore_cli.solving.ladder import MULTIPLES, SolvedRung, solve_ladder
 from hilore_cli.solving.problem import Problem, problem_from_profile
 from hilore_cli.solving.reasons import reasons
 from hilore_cli.solving.solver import solver_name
@@ -22,15 +22,20 @@ def solve(
     profile_name: str = "",
     command: str = "",
     time_limit_s: float = 120.0,
+    multiples: Sequence[float] = MULTIPLES,
 ) -> Plan:
     """Compile a profile into a plan under a cap (bytes, static included) and a risk (DESIGN section 7).
+
+    The rungs are solved at these multiples of the risk, and at the risk itself.
 
     The same profile and flags give the same plan unless the time limit (seconds, for all rungs) cuts in.
     Raises HiloreError for a risk outside [0, 1), Infeasible with the nearest feasible numbers.
     """
     check_risk(risk)
     problem = problem_from_profile(profile)
-    solved = solve_ladder(problem, cap_bytes=cap_bytes, risk=risk, cap_text=cap_text, time_limit_s=time_limit_s)
+    solved = solve_ladder(
+        problem, cap_bytes=cap_bytes, risk=risk, cap_text=cap_text, time_limit_s=time_limit_s, multiples=multiples
+    )
     by_layer = _unit_rows(profile)
     rows, rungs = [], []
     for index, rung in enumerate(solved):

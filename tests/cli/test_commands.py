@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hilore_cli.errors import Infeasible
-from hilore_cli.experiments.reports import Promise, VerifyReport
+from hilore_cli.experiments.reports import Promise, UpdateOutcome, UpdatesReport, VerifyReport
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Profile
@@ -352,3 +352,96 @@ def test_doctor_lists_what_is_here(hilore: Hilore, folder: Path) -> None:
     assert names["solver HiGHS"]
     assert all({"name", "ok", "hint"} <= set(check) for check in facts["checks"])
     assert not list(folder.iterdir())
+
+
+# verify --updates, with the experiment replaced
+
+
+def updates_report(*, risk: float = 0.009) -> UpdatesReport:
+    outcomes = [
+        UpdateOutcome(predicted_risk=0.01, measured_risk=risk, exposures=(1.0, 0.5), rungs=(1, 1), skippable=0)
+        for _ in range(20)
+    ]
+    return UpdatesReport(
+        plan="plan.parquet",
+        rung=1,
+        risk_budget=0.01,
+        micro_batches=2,
+        step_us=1000.0,
+        tax_recovered=0.7,
+        updates=tuple(outcomes),
+    )
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    seen: dict[str, Any] = {"risk": 0.009}
+
+    def verify_updates(plan: Plan, options: WorkloadOptions, **arguments: Any) -> list[UpdatesReport]:
+        seen.update(plan=plan, options=options, **arguments)
+        return [dataclasses.replace(updates_report(risk=seen["risk"]), rung=rung) for rung in arguments["rungs"]]
+
+    module = ModuleType("hilore_cli.experiments.updates")
+    module.__dict__.update(verify_updates=verify_updates)
+    monkeypatch.setitem(sys.modules, "hilore_cli.experiments.updates", module)
+    return seen
+
+
+def test_updates_are_told_as_a_distribution(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--micro-batches", "2", "--by-exposure", "--json")
+    assert outcome.code == 0
+    assert (updates["updates"], updates["micro_batches"], updates["rungs"]) == (20, 2, [1, None])
+    facts = outcome.facts
+    assert (facts["ok"], facts["share_within"], len(facts["updates"])) == (True, 1.0, 20)
+    assert facts["predicted_over_measured"]["median"] == pytest.approx(0.01 / 0.009)
+    assert [one["rung"] for one in facts["variants"]] == [1, None]
+
+
+def test_updates_are_a_line_a_variant(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--by-exposure")
+    assert "20 held-out updates" in outcome.out
+    assert "by exposure" in outcome.out
+    assert outcome.out.count("✓ holds") == 2
+
+
+def test_a_risk_that_does_not_hold_exits_1(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    updates["risk"] = 0.011
+    outcome = hilore("verify", str(plan_file), "--updates", "20")
+    assert outcome.code == 1
+    assert "within 0.0100 in 0% of 20 updates" in outcome.err
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_plot_has_a_point_an_update(suffix: str, hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--plot", f"risk.{suffix}")
+    assert outcome.code == 0
+    assert Path(f"risk.{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--updates", "0"], ["--updates 0", "at least 1"]),
+        (["--updates", "2", "--micro-batches", "0"], ["--micro-batches 0"]),
+        (["--by-exposure"], ["--by-exposure", "--updates 40"]),
+        (["--plot", "risk.svg"], ["--plot", "--updates 40"]),
+        (["--updates", "2", "--plot", "risk.xls"], ["--plot risk.xls", ".png"]),
+        (["--updates", "2", "--plot", "none/risk.svg"], ["none/risk.svg", "mkdir"]),
+        (["--loss-option", "tau"], ["--loss-option tau", "NAME=VALUE"]),
+        (["--loss-option", "tau_pos=x"], ["tau_pos=x", "not a number"]),
+        (["--loss-option", "sigma=1"], ["sigma=1", "tau_pos"]),
+    ],
+)
+def test_a_wrong_flag_of_verify_is_one_clear_line(
+    flags: list[str], words: list[str], hilore: Hilore, plan_file: Path
+) -> None:
+    outcome = hilore("verify", str(plan_file), *flags)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert all(word in outcome.err for word in words)
+
+
+def test_an_option_of_the_loss_reaches_the_workload(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    flags = ["--loss", "verl_vanilla", "--loss-option", "dual_clip=2.5", "--loss-option", "aggregation=token-sum"]
+    assert hilore("verify", str(plan_file), "--updates", "1", *flags).code == 0
+    loss = updates["options"].loss
+    assert (loss.kind, loss.dual_clip, loss.aggregation) == ("verl_vanilla", 2.5, "token-sum")

@@ -8,9 +8,11 @@ import torch
 from transformers import LlamaConfig
 
 from hilore_cli.experiments import profiling
-from hilore_cli.experiments.profiling import compressible, profile_actor
+from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
+from hilore_cli.experiments.profiling import profile_actor
 from hilore_cli.experiments.progress import Silent
 from hilore_cli.experiments.workloads import prepare
+from hilore_cli.measuring.candidates import compressible
 from hilore_cli.measuring.codecs import codec
 from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.measuring.layer_calls import capture_inputs
@@ -167,7 +169,7 @@ def test_profiling_stays_within_its_share_of_a_gc_step_as_the_profile_says(tiny_
 
 def test_profiling_stays_within_its_share_of_a_gc_step_as_the_allocator_says(tiny_profile, tiny_options, monkeypatch):
     """Every pass under one trace; the profiler's own traces, which cannot be nested, come from a first run."""
-    workload = prepare(tiny_options, count=2, skip=0, progress=Silent())
+    workload = prepare(tiny_options, count=CALIBRATION_BATCHES, skip=0, progress=Silent())
     seen = []
 
     def remember(run, device):
@@ -192,7 +194,7 @@ def test_profiling_stays_within_its_share_of_a_gc_step_as_the_allocator_says(tin
 
 
 def replace_traces(monkeypatch, stand_in):
-    for module in ("hilore_cli.experiments.profiling", "hilore_cli.measuring.memory"):
+    for module in ("hilore_cli.experiments.calibration", "hilore_cli.measuring.memory"):
         monkeypatch.setattr(f"{module}.trace", stand_in)
 
 

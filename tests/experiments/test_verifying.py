@@ -9,6 +9,7 @@ import torch
 
 from hilore_cli import apply_plan, solve
 from hilore_cli.errors import PlanMismatch
+from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
 from hilore_cli.experiments.progress import Silent
 from hilore_cli.experiments.verifying import broken_promises, verify_plan
 from hilore_cli.experiments.workloads import prepare
@@ -28,7 +29,7 @@ RISK = 0.02
 
 @pytest.fixture(scope="module")
 def workload(tiny_options):
-    return prepare(tiny_options, count=4, skip=0, progress=Silent())
+    return prepare(tiny_options, count=CALIBRATION_BATCHES + 3 * 2, skip=0, progress=Silent())
 
 
 @pytest.fixture(scope="module")

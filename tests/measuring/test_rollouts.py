@@ -421,7 +421,8 @@ def test_an_actor_that_knows_no_answer_is_rewarded_for_not_repeating_itself(
 
 
 def test_groups_whose_rewards_differ_are_kept(talker: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = iter([[1.0] * 8, [0.0] * 8, [0.0] * 8, [1.0] + [0.0] * 7, [0.0] * 5 + [0.5] * 3])
+    same = [[0.0] * 8, [0.5] * 8]
+    asked = iter([*same, *same, *same, [1.0] + [0.0] * 7, [0.0] * 5 + [0.5] * 3])
     rewards = iter([value for group in asked for value in group])
     monkeypatch.setattr(sampling, "reward", lambda *_: next(rewards))
     rollouts = sample_rollouts(talker, options(), groups_wanted=2)

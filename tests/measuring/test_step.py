@@ -8,7 +8,7 @@ from hilore_cli.errors import HiloreError
 from hilore_cli.measuring.losses import exposure_bound
 from hilore_cli.measuring.options import LossSpec
 from hilore_cli.measuring.rollouts import Completion, MicroBatch, Rollouts, micro_batches
-from hilore_cli.measuring.step import actor_step, completion_logps
+from hilore_cli.measuring.step import actor_step, completion_logps, facts_of
 from hilore_cli.tables.profile_table import Shape
 from tests.conftest import TinyLlama
 
@@ -96,7 +96,7 @@ def test_two_micro_batches_accumulate_to_twice_their_common_half(tiny_llama: Tin
     once = gradients(model)
     model.zero_grad()
     for _ in range(2):
-        actor_step(model, data, LossSpec(), tokens_in_batch=2 * data.completion_tokens, accumulation=2)
+        actor_step(model, data, LossSpec(), facts=facts_of([data, data]))
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, once[name])
 
