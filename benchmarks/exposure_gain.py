@@ -4,8 +4,8 @@
 
 Each micro-batch is one sequence, all of one length, so a success has 49 times the energy of a failure. For every cap (a
 share of the way from the layers' minimum to plain, head and optimizer left out) and risk it prints the recompute tax
-that the best single rung recovers, what the choice by exposure recovers at the same risk of the update, and a bound that
-no choice can pass: failures at the fastest rung there is whatever its risk, the success at the best rung that the
+that the best single rung recovers, what the choice by exposure recovers at the same risk of the update, and a bound
+that no choice can pass: failures at the fastest rung there is whatever its risk, the success at the best rung that the
 update's whole risk would pay for.
 """
 
@@ -23,7 +23,7 @@ from hilore_cli.solving.problem import problem_from_profile
 from hilore_cli.solving.solve import solve
 
 SHARES = (0.05, 0.1, 0.2, 0.3)
-RISKS = (0.003, 0.01)
+RISKS = (0.001, 0.003, 0.01)
 GROUP = 8
 
 

@@ -11,6 +11,7 @@ the curves.
 """
 
 import copy
+import dataclasses
 import random
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from held_out_risk import layers_alone
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hilore_cli import apply_plan
@@ -30,6 +32,9 @@ from hilore_cli.experiments.profiling import profile_actor
 from hilore_cli.measuring.completions import MicroBatch, group_advantages
 from hilore_cli.measuring.options import LossSpec, WorkloadOptions
 from hilore_cli.measuring.step import actor_step, exposure_before, facts_of
+from hilore_cli.solving.evaluate import PLAIN, evaluate
+from hilore_cli.solving.nearest import smallest_cap
+from hilore_cli.solving.problem import problem_from_profile
 from hilore_cli.solving.solve import solve
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Shape
@@ -172,7 +177,10 @@ def sampled_update(
 
 
 def plan_for(model: Any, sums: Sequence[tuple[int, int]], folder: Path, risk: float) -> Plan:
-    """Profile the start of the training on its own answers, and solve under a cap near GC's."""
+    """Profile the start of the training on its own answers, and solve under a cap near what the layers need at least.
+
+    Codecs count as free, so that the plan compresses all that its risk allows: this run is about gradients, not time.
+    """
     model.save_pretrained(folder)
     frames = []
     for number in range(4):
@@ -185,10 +193,16 @@ def plan_for(model: Any, sums: Sequence[tuple[int, int]], folder: Path, risk: fl
         shape=Shape(micro_batch=QUESTIONS * GROUP // MICRO_BATCHES, prompt_tokens=PROMPT, response_tokens=ANSWER),
         loss=LOSS,
     )
-    profile = profile_actor(options, rounds=5)
-    static, memory = profile.meta.static_bytes.total, profile.meta.memory
-    cap = static + memory.gc_peak_bytes + int(CAP_SHARE * (memory.plain_peak_bytes - memory.gc_peak_bytes))
-    return solve(profile, cap_bytes=cap, risk=risk, time_limit_s=60)
+    profile = layers_alone(profile_actor(options, rounds=5))
+    rows = tuple(dataclasses.replace(row, codec_us=0.0) for row in profile.rows)
+    problem = problem_from_profile(profile)
+    lowest, highest = smallest_cap(problem), evaluate(problem, (PLAIN,) * len(problem.layers)).peak_bytes
+    return solve(
+        dataclasses.replace(profile, rows=rows),
+        cap_bytes=int(lowest + CAP_SHARE * (highest - lowest)),
+        risk=risk,
+        time_limit_s=60,
+    )
 
 
 def train(start: Any, plan: Plan | None, *, seed: int, steps: int, sums: Any, held_out: Any) -> Run:

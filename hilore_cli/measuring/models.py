@@ -247,14 +247,28 @@ def _local_source(path: Path) -> _Source:
 
 
 def _from_hub(options: WorkloadOptions) -> tuple[Any, Any]:
-    """From the cache if it is complete; otherwise from the network, if a short question to the hub is answered."""
+    """From the cache if it is complete; otherwise from the network, if a short question to the hub is answered.
+
+    Without a network, what is wrong with a model that is in the cache says more than that the hub cannot be reached.
+    """
     try:
         source = _Source(location=options.model)
         return _load_model(options, source), _load_tokenizer(source)
-    except HiloreError:
-        _probe_hub(options.model)
+    except HiloreError as cached:
+        try:
+            _probe_hub(options.model)
+        except HiloreError:
+            if _is_cached(options.model):
+                raise cached from cached.__cause__
+            raise
     source = _Source(location=options.model, remote=True)
     return _load_model(options, source), _load_tokenizer(source)
+
+
+def _is_cached(model_id: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
+
+    return isinstance(try_to_load_from_cache(model_id, "config.json"), str)
 
 
 def _probe_hub(model_id: str) -> None:
