@@ -39,7 +39,7 @@ def main(profile_path: Path, micro_batches: int = GROUP, time_limit_s: float = 6
             cap = int(lowest + share * (highest - lowest))
             meta = solve(profile, cap_bytes=cap, risk=risk, time_limit_s=time_limit_s).meta
             tax_us = meta.gc_us - meta.plain_us
-            costs = [RungCost(rung=one.rung, step_us=one.step_us, gain2=one.predicted_risk**2) for one in meta.rungs]
+            costs = [RungCost(rung=one.rung, step_us=one.step_us, risk2=one.predicted_risk**2) for one in meta.rungs]
 
             def back(step_us: float, gc_us: float = meta.gc_us, tax_us: float = tax_us) -> float:
                 return (gc_us - step_us) / tax_us

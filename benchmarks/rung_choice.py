@@ -21,7 +21,7 @@ ROUNDS = 300
 
 def main(plan_path: Annotated[Path, typer.Argument()] = Path("plans/smollm2-135m-1.10gc-r0.01.parquet")) -> None:
     meta = load_plan(plan_path).meta
-    costs = [RungCost(rung=one.rung, step_us=one.step_us, gain2=one.predicted_risk**2) for one in meta.rungs]
+    costs = [RungCost(rung=one.rung, step_us=one.step_us, risk2=one.predicted_risk**2) for one in meta.rungs]
     draw = random.Random(0)  # noqa: S311 - not a secret
     print("micro-batches  fastest us  median us  mean step ms")
     for count in (8, 16, 64, 256, 1024):

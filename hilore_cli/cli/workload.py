@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hilore_cli.errors import FileError, HiloreError
-from hilore_cli.measuring.options import LOSS_OPTIONS, LossSpec, WorkloadOptions, parse_loss, parse_option
+from hilore_cli.measuring.options import LOSS_OPTIONS, VERL_LOSSES, LossSpec, WorkloadOptions, parse_loss, parse_option
 from hilore_cli.tables.plan_table import Plan
 from hilore_cli.tables.profile_table import Profile, Shape, load_profile
 
@@ -62,8 +62,11 @@ class WorkloadFlags:
             optimizer=self.optimizer,
             seed=self.seed,
         )
+        # the other trainer's options mean nothing here
+        crossed = self.loss is not None and (self.loss in VERL_LOSSES) != base.loss.verl
+        base_loss = LossSpec() if crossed else base.loss
         return dataclasses.replace(
-            base, loss=dataclasses.replace(base.loss, **loss), shape=dataclasses.replace(base.shape, **shape), **rest
+            base, loss=dataclasses.replace(base_loss, **loss), shape=dataclasses.replace(base.shape, **shape), **rest
         )
 
     def as_command(self) -> dict[str, object]:

@@ -27,7 +27,7 @@ from hilore_cli.measuring.checkpointing import checkpointed
 from hilore_cli.measuring.gains import Gain, Substitute, fit_codecs, input_gradient, layer_gains, lookup_norm2
 from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_step
 from hilore_cli.measuring.losses import BatchFacts
-from hilore_cli.measuring.step import actor_step, facts_of
+from hilore_cli.measuring.step import actor_step, facts_of, same_random_numbers
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.measuring.units import UnitRecord
 from hilore_cli.tables.profile_table import Calibration
@@ -41,9 +41,8 @@ are no longer a sum of small ones."""
 QUANTILE = 0.95
 LAYERS_A_FIT = 4
 SAMPLED_ELEMENTS, SPARSEST, WHOLE = 2**21, 16, 64
-# Student's t at that quantile, one-sided, for 1, 2, ... degrees of freedom; the normal's beyond.
+# Student's t at that quantile, one-sided, for 1 to 10 degrees of freedom; the last one serves beyond.
 _STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
-_NORMAL = 1.645
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +90,11 @@ class Calibrator:
         checks, ratios = [], []
         for batch, risk in zip(batches, itertools.cycle(CHECKED_RISKS), strict=False):
             compressed = self._units_of_least_gain(scaled, risk * gamma)
-            checks.append(self._check(batch, compressed, facts))
-            if compressed:
-                predicted = math.sqrt(sum(gain.change2 for gain in compressed)) / gamma
-                ratios.append(checks[-1].risk / predicted)
+            predicted = math.sqrt(sum(gain.change2 for gain in compressed)) / gamma
+            check = self._check(batch, compressed, facts)
+            if check is not None and predicted:
+                checks.append(check)
+                ratios.append(check.risk / predicted)
         return scaled, Calibration(
             micro_batches=len(self.workload.micro_batches),
             gamma=gamma,
@@ -121,7 +121,11 @@ class Calibrator:
 
         captured = capture_step(self.model, step)
         if exposure == 0.0:
-            raise HiloreError("rollouts", "give a loss whose coefficients are all zero", "advantages must differ")
+            raise HiloreError(
+                "rollouts",
+                "give a first micro-batch whose loss coefficients are all zero",
+                "its advantages must differ from 0, and not every token may be clipped",
+            )
         norm = gradient_norm(self.model)
         self._note_peak(captured)
         stride = max(1, len(self.layers) // LAYERS_A_FIT)
@@ -157,7 +161,8 @@ class Calibrator:
             chosen[gain.layer, gain.unit] = gain
         return list(chosen.values())
 
-    def _check(self, batch: int, compressed: Sequence[Gain], facts: BatchFacts) -> Check:
+    def _check(self, batch: int, compressed: Sequence[Gain], facts: BatchFacts) -> Check | None:
+        """None for a micro-batch without a gradient, as where every token is clipped."""
         by_layer: list[dict[int, str]] = [{} for _ in self.layers]
         for gain in compressed:
             by_layer[gain.layer][self.op_of[gain.layer][gain.unit]] = gain.codec
@@ -169,15 +174,13 @@ class Calibrator:
         exposure = 0.0
         for around in (checkpointed_layer, run):
             self.model.zero_grad(set_to_none=True)
-            with around_layers(self.model, around):
+            with around_layers(self.model, around), same_random_numbers(self.device):
                 exposure = self._step(batch, facts)
             found.append(sampled_gradient(self.model))
         exact, changed = found
         self.progress.advance()
         norm = float(exact.norm())
-        if not norm:
-            raise HiloreError("rollouts", "give a gradient of zero", "advantages must differ")
-        return Check(gamma=norm / exposure, risk=float((changed - exact).norm()) / norm)
+        return Check(gamma=norm / exposure, risk=float((changed - exact).norm()) / norm) if norm else None
 
     def _embedding_norm2(self, captured: CapturedStep) -> float:
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -221,7 +224,8 @@ def sampled_gradient(model: nn.Module) -> torch.Tensor:
 def _sampled(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Each tensor with the stride of its sample: a sixteenth or two million elements in all, small ones whole."""
     stride = max(SPARSEST, sum(tensor.numel() for tensor in tensors) // SAMPLED_ELEMENTS)
-    stride += stride % 2 == 0  # an odd one meets every column of the usual widths
+    while any(stride % factor == 0 for factor in range(2, math.isqrt(stride) + 1)):
+        stride += 1  # a prime meets every column, whatever the width
     return [(tensor, 1 if tensor.numel() <= stride * WHOLE else stride) for tensor in tensors]
 
 
@@ -235,7 +239,7 @@ def upper_bound(ratios: Sequence[float]) -> float:
     if len(logs) < 2:
         return math.exp(logs[0]) if logs else 1.0
     freedom = len(logs) - 1
-    t = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL
+    t = _STUDENT[min(freedom, len(_STUDENT)) - 1]
     return math.exp(fmean(logs) + t * stdev(logs) * math.sqrt(1 + 1 / len(logs)))
 
 

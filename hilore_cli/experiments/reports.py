@@ -85,7 +85,12 @@ class UpdatesReport:
     @property
     def share_within(self) -> float:
         """Of the updates whose measured risk is within the budget."""
-        return sum(one.measured_risk <= self.risk_budget for one in self.updates) / len(self.updates)
+        return self.within / len(self.updates)
+
+    @property
+    def within(self) -> int:
+        """Updates whose measured risk is within the budget."""
+        return sum(one.measured_risk <= self.risk_budget for one in self.updates)
 
     @property
     def predicted_over_measured(self) -> tuple[float, ...]:
@@ -98,9 +103,10 @@ class UpdatesReport:
         if self.share_within >= SHARE_WITHIN:
             return ()
         worst = max(one.measured_risk for one in self.updates)
+        name = "by exposure" if self.rung is None else f"rung {self.rung}"
         line = (
-            f"risk: within {self.risk_budget:.4f} in {self.share_within:.0%} of {len(self.updates)} updates, promised "
-            f"are {SHARE_WITHIN:.0%}; the highest is {worst:.4f}"
+            f"{name}: risk within {self.risk_budget:.3g} in {self.within} of {len(self.updates)} updates, promised are "
+            f"{SHARE_WITHIN:.0%}; the highest is {worst:.3g}"
         )
         return (line,)
 

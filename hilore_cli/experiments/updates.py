@@ -4,21 +4,22 @@ Each update's gradient is accumulated over its micro-batches twice, exactly and 
 the plan's rung of no risk, which fits wherever the plan does, or under GC if the plan has no such rung.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from hilore_cli.errors import HiloreError
 from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.reports import UpdateOutcome, UpdatesReport
 from hilore_cli.experiments.verifying import check_shape, gradient_checkpointing
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring.completions import MicroBatch
-from hilore_cli.measuring.losses import is_skippable
+from hilore_cli.measuring.losses import BatchFacts, is_skippable
 from hilore_cli.measuring.options import WorkloadOptions
-from hilore_cli.measuring.step import actor_step, exposure_before, facts_of
+from hilore_cli.measuring.step import actor_step, exposure_before, facts_of, same_random_numbers
 from hilore_cli.runtime.loader import Applied, apply_plan
 from hilore_cli.tables.plan_table import Plan
 
@@ -50,6 +51,7 @@ def verify_updates(
 
     Raises:
         PlanMismatch: the plan is for another model or shape.
+        HiloreError: there are too few rollouts to hold these updates out.
     """
     progress = progress or Silent()
     check_shape(plan, options, name)
@@ -59,6 +61,7 @@ def verify_updates(
         workload = prepare(options, count=count, skip=skip, progress=progress)
     else:
         workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + count])
+    _check_held_out(workload, needed=(skip + count) * options.shape.micro_batch)
     runner = _Runner(plan, workload, progress)
     progress.stage("Running updates exactly and under the plan", updates * (1 + len(variants)))
     outcomes: list[list[UpdateOutcome]] = [[] for _ in variants]
@@ -69,6 +72,16 @@ def verify_updates(
     return [_report(plan, name, rung, found, micro_batches) for rung, found in zip(variants, outcomes, strict=True)]
 
 
+def _check_held_out(workload: PreparedWorkload, *, needed: int) -> None:
+    if workload.rollouts.useful < needed:
+        raise HiloreError(
+            f"rollouts {workload.rollouts.source}",
+            f"hold {workload.rollouts.useful} completions with an advantage, but calibration and these updates take "
+            f"{needed}, each once",
+            "give more rollouts, fewer --updates or fewer --micro-batches",
+        )
+
+
 class _Runner:
     def __init__(self, plan: Plan, workload: PreparedWorkload, progress: Progress) -> None:
         self.plan = plan
@@ -77,27 +90,23 @@ class _Runner:
         self.applied: Applied = apply_plan(self.model, plan)
         self.applied.remove()
         self.progress = progress
-        self.gain2 = {rung.rung: rung.predicted_risk**2 for rung in plan.meta.rungs}
+        self.risk2 = {rung.rung: rung.predicted_risk**2 for rung in plan.meta.rungs}
 
     def outcomes(self, batches: Sequence[MicroBatch], variants: Sequence[int | None]) -> list[UpdateOutcome]:
         """The same update, exactly and by every variant."""
         exact_rung = next((rung.rung for rung in self.plan.meta.rungs if rung.predicted_risk == 0), None)
         context = self.applied if exact_rung is not None else gradient_checkpointing(self.model)
-        rungs = [0 if exact_rung is None else exact_rung] * len(batches)
-        exposures: list[float] = []
         with context:
-            exact = self._gradients(batches, rungs, exposures.append)
+            exact, exposures, _ = self._run(batches, 0 if exact_rung is None else exact_rung)
         norm2 = sum(_norm2(gradient) for gradient in exact.values())
         found = []
         for variant in variants:
             with self.applied:
-                rungs = self._rungs(batches, variant)
-                audit = None if variant is not None else self.applied.audit
-                gradients = self._gradients(batches, rungs, audit)
+                gradients, _, rungs = self._run(batches, variant)
             change2 = sum(_norm2(gradients[name] - gradient) for name, gradient in exact.items())
             found.append(
                 UpdateOutcome(
-                    predicted_risk=_predicted(self.gain2, rungs, exposures),
+                    predicted_risk=_predicted(self.risk2, rungs, exposures),
                     measured_risk=(change2 / norm2) ** 0.5 if norm2 else float(change2 > 0),
                     exposures=tuple(exposures),
                     rungs=tuple(rungs),
@@ -106,32 +115,40 @@ class _Runner:
             )
         return found
 
-    def _rungs(self, batches: Sequence[MicroBatch], variant: int | None) -> list[int]:
-        if variant is not None:
-            return [variant] * len(batches)
+    def _run(
+        self, batches: Sequence[MicroBatch], variant: int | None
+    ) -> tuple[dict[str, torch.Tensor], list[float], list[int]]:
+        """Gradients by parameter, exact exposures, and the rungs that the micro-batches ran at."""
         facts = facts_of(batches)
-        return self.applied.choose([exposure_before(batch, self.loss, facts) for batch in batches])
+        rungs = [variant] * len(batches) if variant is not None else self._chosen(batches, facts)
+        exposures: list[float] = []
 
-    def _gradients(
-        self, batches: Sequence[MicroBatch], rungs: Sequence[int], audit: Callable[[float], Any] | None
-    ) -> dict[str, torch.Tensor]:
-        facts = facts_of(batches)
+        def audit(exposure: float) -> None:
+            exposures.append(exposure)
+            if variant is None:
+                rungs[:] = self.applied.audit(exposure)
+
         self.model.zero_grad(set_to_none=True)
-        for batch, rung in zip(batches, rungs, strict=True):
-            self.applied.rung = rung
-            actor_step(self.model, batch, self.loss, facts=facts, audit=audit)
-        gradients = {
-            name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
-        }
+        with same_random_numbers(next(self.model.parameters()).device), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # an excess is in the report
+            for number, batch in enumerate(batches):
+                self.applied.rung = rungs[number]
+                actor_step(self.model, batch, self.loss, facts=facts, audit=audit)
+        named = self.model.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
         self.model.zero_grad(set_to_none=True)
         self.progress.advance()
-        return gradients
+        return gradients, exposures, rungs
+
+    def _chosen(self, batches: Sequence[MicroBatch], facts: BatchFacts) -> list[int]:
+        bounds = [exposure_before(batch, self.loss, facts) for batch in batches]
+        return self.applied.choose(bounds, on_excess="replan")
 
 
-def _predicted(gain2: dict[int, float], rungs: Sequence[int], exposures: Sequence[float]) -> float:
+def _predicted(risk2: dict[int, float], rungs: Sequence[int], exposures: Sequence[float]) -> float:
     """Root of sum K^2 X^2 over sum X^2, as DESIGN section 4 has it."""
     energy = sum(exposure**2 for exposure in exposures)
-    error2 = sum(gain2[rung] * exposure**2 for rung, exposure in zip(rungs, exposures, strict=True))
+    error2 = sum(risk2[rung] * exposure**2 for rung, exposure in zip(rungs, exposures, strict=True))
     return float((error2 / energy) ** 0.5) if energy else 0.0
 
 

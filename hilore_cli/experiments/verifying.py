@@ -19,7 +19,7 @@ from hilore_cli.experiments.progress import Progress, Silent
 from hilore_cli.experiments.reports import Promise, VerifyReport
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring.options import WorkloadOptions
-from hilore_cli.measuring.step import actor_step, facts_of
+from hilore_cli.measuring.step import actor_step, facts_of, same_random_numbers
 from hilore_cli.measuring.timing import Rounds, interleaved
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.runtime.loader import Applied, apply_plan
@@ -131,7 +131,8 @@ class _Verifier:
 
     def _update(self) -> _Update:
         self.model.zero_grad(set_to_none=True)
-        logps = [self._step(index).detach() for index in range(len(self.workload.micro_batches))]
+        with same_random_numbers(self.device):
+            logps = [self._step(index).detach() for index in range(len(self.workload.micro_batches))]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -61,6 +61,11 @@ class Rollouts:
     criterion: str = "reward"
     """`repetition` if no answer set any group apart, so that non-repetition was rewarded instead."""
 
+    @property
+    def useful(self) -> int:
+        """Completions with an advantage, which is all that micro-batches are made of."""
+        return sum(one.advantage != 0.0 for one in self.completions)
+
     def cut_count(self, shape: Shape) -> int:
         """Completions that do not fit the shape, so that prompt or response is cut."""
         return sum(
@@ -121,21 +126,21 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches `skip` to `skip + count - 1` of these rollouts, each of the full shape.
 
-    Completions without advantage are left out (they have no policy gradient). The others are dealt out in their order,
-    shuffled within windows of four groups, as trainers shuffle a generation batch: so a longer list of rollouts deals
-    the same first micro-batches. When all are used up they are dealt again, rotated by one place each time, so that
+    Completions are shuffled within windows of four groups, as trainers shuffle a generation batch, and dealt out in
+    that order, those without advantage left out (they have no policy gradient): so a longer list of rollouts deals the
+    same first micro-batches. When all are used up they are dealt again, rotated by one place each time, so that
     repeats pair other sequences. Raises HiloreError if no completion has an advantage.
     """
     size = shape.micro_batch
-    useful = [cut(one, shape) for one in rollouts.completions if one.advantage != 0.0]
+    shuffled = [rollouts.completions[place] for place in _shuffled_in_windows(len(rollouts.completions))]
+    useful = [cut(one, shape) for one in shuffled if one.advantage != 0.0]
     if not useful:
         raise HiloreError(f"rollouts {rollouts.source}", *NOTHING_TO_MEASURE)
-    order = _shuffled_in_windows(len(useful))
-    deals = max(1, len(order) // size)
+    deals = max(1, len(useful) // size)
     batches = []
     for number in range(skip, skip + count):
         rotation, place = divmod(number, deals)
-        chosen = [useful[order[(rotation + place * size + row) % len(order)]] for row in range(size)]
+        chosen = [useful[(rotation + place * size + row) % len(useful)] for row in range(size)]
         batches.append(_collate(chosen, shape, pad_id=pad_id, device=device))
     return batches
 

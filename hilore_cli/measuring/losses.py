@@ -19,7 +19,7 @@ import torch
 
 from hilore_cli.errors import HiloreError
 from hilore_cli.measuring.options import LossSpec
-from hilore_cli.measuring.surrogates import Ratios, kl_slope, policy_slope, steepest_slope
+from hilore_cli.measuring.surrogates import VERL_K3_STEEPEST, Ratios, kl_slope, policy_slope, steepest_slope
 
 _VERL_TOKEN_MEAN_EPSILON = 1e-8
 _RATIO_DETACHED = ("cispo", "vespo")
@@ -74,10 +74,7 @@ def loss_coefficients(
         HiloreError: log-probs that the options need are missing, or an advantage is not finite.
     """
     facts = facts or BatchFacts()
-    if not torch.isfinite(advantages).all():
-        raise HiloreError(
-            "advantages", "hold a value that is not finite", "check the reward function: a NaN reward spoils its group"
-        )
+    _check_finite(advantages)
     mask = mask.to(advantages.dtype)
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     ratios = Ratios(
@@ -119,10 +116,14 @@ def exposure_bound(
 
     On-policy the policy term is exact. Otherwise its ratio is taken where the loss is steepest; a negative advantage
     of a clipped loss that bounds no ratio from above counts as a positive one, so refine with `exposure` after the
-    forward. The KL term is taken where a ratio inside the clip makes it largest; without both `old_logps` and
-    `ref_logps` it counts as `beta` a token, its supremum for tokens that the reference finds less likely.
+    forward. The KL term is taken where a ratio inside the clip makes it largest. Without both `old_logps` and
+    `ref_logps`, and for TRL's bias correction of a sequence ratio, it counts as `beta` a token: the supremum of k1,
+    abs, and k3 where the reference finds a token less likely, and a guess for the others, which have none.
+
+    Raises HiloreError if an advantage is not finite.
     """
     facts = facts or BatchFacts()
+    _check_finite(advantages)
     policy = replace(spec, beta=0.0)
     if on_policy:
         g = loss_coefficients(
@@ -204,6 +205,13 @@ def _verl_normaliser(aggregation: str, mask: torch.Tensor, facts: BatchFacts) ->
     return each
 
 
+def _check_finite(advantages: torch.Tensor) -> None:
+    if not torch.isfinite(advantages).all():
+        raise HiloreError(
+            "advantages", "hold a value that is not finite", "check the reward function: a NaN reward spoils its group"
+        )
+
+
 def _spread(spec: LossSpec, counted: torch.Tensor, slope: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Weighted slopes, [B, R]; a sequence's ratio sits in each of its terms and moves with each of its tokens."""
     if spec.level == "token" or spec.kind in _RATIO_DETACHED:
@@ -255,18 +263,18 @@ def _steepest(
 def _steepest_kl(
     spec: LossSpec, old_logps: torch.Tensor | None, ref_logps: torch.Tensor | None, mask: torch.Tensor
 ) -> torch.Tensor:
-    if old_logps is None or ref_logps is None:
+    """[B, R]: the largest slope of the KL estimate for a ratio inside the clip; 1 where log-probs are lacking."""
+    if old_logps is None or ref_logps is None or (spec.kl_bias_correction and spec.level == "sequence"):
         return torch.ones_like(mask)
     gap = (ref_logps - old_logps).masked_fill(mask == 0, 0.0)
-    clip = (math.log1p(-spec.eps_low), math.log1p(spec.eps_high))
-    ratios = [math.exp(edge) if spec.kl_bias_correction else None for edge in clip]
+    low, high = math.log1p(-spec.eps_low), math.log1p(spec.eps_high)
+    # slopes are monotone in the log-ratio but for two: one is steepest at gap - 1, verl's k3 just before its clamp
+    places = [torch.full_like(gap, edge) for edge in (low, high)]
+    places.append((gap - 1 if spec.kl_bias_correction else gap - VERL_K3_STEEPEST).clamp(low, high))
     slopes = [
         kl_slope(
-            spec,
-            reference_gap=gap - edge,
-            ratio=None if ratio is None else torch.full_like(gap, ratio),
-            mean_kl=None,
+            spec, reference_gap=gap - place, ratio=place.exp() if spec.kl_bias_correction else None, mean_kl=None
         ).abs()
-        for edge, ratio in zip(clip, ratios, strict=True)
+        for place in places
     ]
-    return torch.maximum(*slopes)
+    return torch.stack(slopes).amax(dim=0)

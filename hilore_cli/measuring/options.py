@@ -18,6 +18,7 @@ VERL_LOSSES = ("verl_vanilla", "verl_gspo", "verl_cispo", "verl_sapo", "verl_gpg
 LOSSES = (*TRL_LOSSES, *VERL_LOSSES)
 LEVELS = ("token", "sequence")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+_VERL_KL_NAMES = {"low_var_kl": "k3", "low_var_kl+": "k3+", "kl": "k1", "kl+": "k1+", "mse": "k2", "mse+": "k2"}
 KL_ESTIMATORS = ("k3", "k1", "k2", "abs", "k1+", "k3+", "abs+")
 
 
@@ -74,6 +75,9 @@ class LossSpec:
             value = getattr(self, name)
             if value is not None and value <= low:
                 raise HiloreError(f"{flag_of(name)} {value:g}", f"must be above {low}", "leave it out for the default")
+        for name in ("vespo_k_pos", "vespo_k_neg"):
+            if getattr(self, name) < 0:
+                raise HiloreError(f"{flag_of(name)} {getattr(self, name):g}", "must not be negative", "leave it out")
         self._check_trainer()
 
     def _check_trainer(self) -> None:
@@ -119,7 +123,7 @@ def flag_of(name: str) -> str:
 def parse_option(name: str, text: str) -> str | float | bool:
     """One option of a loss from its written form. Raises HiloreError."""
     if name in ("aggregation", "kl"):
-        return text
+        return _VERL_KL_NAMES.get(text, text) if name == "kl" else text
     if name == "kl_bias_correction":
         if text.lower() not in ("true", "false"):
             raise HiloreError(f"{flag_of(name)}={text}", "is neither true nor false", "write true or false")
@@ -144,7 +148,7 @@ def _listed() -> str:
 
 
 def _written(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value).lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

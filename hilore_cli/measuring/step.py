@@ -6,15 +6,16 @@ sum(g * logps) with the loss coefficients g held fixed: the same gradients as th
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hilore_cli.measuring.losses import BatchFacts, exposure, exposure_bound, loss_coefficients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Sequence
 
     from hilore_cli.measuring.completions import MicroBatch
     from hilore_cli.measuring.options import LossSpec
@@ -84,6 +85,14 @@ def actor_step(
     loss = (g * logps).sum()
     loss.backward()
     return StepResult(loss=loss.detach(), logps=logps.detach(), exposure=found)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Inside, random ops (dropout) draw from a fixed seed; outside, torch's random state is as it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def facts_of(micro_batches: Sequence[MicroBatch]) -> BatchFacts:

@@ -15,7 +15,10 @@ from hilore_cli.measuring.options import LossSpec
 
 _VERL_LOG_RATIO = 20.0
 _VERL_LOG_SEQUENCE_RATIO = 10.0
+_LARGEST_EXPONENT = 700.0
 _VERL_K3 = 10.0
+VERL_K3_STEEPEST = 2.6107
+"""The gap to the reference just before verl's k3 reaches its clamp: exp(gap) - gap - 1 = 10."""
 _VESPO_LOG_LOW, _VESPO_LOG_HIGH = math.log(1e-8), 20.0
 
 
@@ -185,7 +188,8 @@ def _steepest_gate(temperature: float) -> float:
 
 def _vespo_steepest(spec: LossSpec) -> tuple[float, float]:
     pairs = ((spec.vespo_k_pos, spec.vespo_lambda_pos), (spec.vespo_k_neg, spec.vespo_lambda_neg))
-    up, down = (math.exp(decay + (power * math.log(power / decay) if power else 0.0) - power) for power, decay in pairs)
+    peaks = (decay + (power * math.log(power / decay) if power else 0.0) - power for power, decay in pairs)
+    up, down = (math.exp(min(peak, _LARGEST_EXPONENT)) for peak in peaks)
     return up, down
 
 

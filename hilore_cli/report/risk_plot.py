@@ -1,23 +1,24 @@
 """Predicted against measured risk, one point an update."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hilore_cli.errors import HiloreError
+from hilore_cli.tables.parquet import check_writable
 
 if TYPE_CHECKING:
     from hilore_cli.experiments.reports import UpdatesReport
 
-SUFFIXES = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg")
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, *, force: bool) -> None:
     """Raise HiloreError now rather than after the run if the plot cannot be drawn there."""
     if path.suffix not in SUFFIXES:
         raise HiloreError(f"--plot {path}", f"ends in none of {', '.join(SUFFIXES)}", "name it risk.svg, say")
-    if not path.parent.is_dir():
-        raise HiloreError(f"--plot {path}", "lies in a folder that is not there", f"mkdir {path.parent}")
+    check_writable(path, force=force)
     try:
         import matplotlib as mpl  # noqa: F401, PLC0415 - an extra
     except ImportError as error:
@@ -45,7 +46,11 @@ def plot_risk(path: Path, reports: Sequence["UpdatesReport"]) -> None:
         xlabel="predicted risk of an update", ylabel="measured", xlim=(0, 1.05 * highest), ylim=(0, 1.05 * highest)
     )
     axes.legend(loc="upper left")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(temporary, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
+        temporary.replace(path)
     except OSError as error:
         raise HiloreError(f"--plot {path}", f"cannot be written ({error.strerror})", "choose another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -109,7 +109,7 @@ def _promise_facts(promise: "Promise") -> dict[str, Any]:
 
 
 def updates_facts(report: "UpdatesReport") -> dict[str, Any]:
-    """What `hilore verify --updates --json` adds: the distribution, and every update."""
+    """What `hilore verify --updates --json` says of one variant: the distribution, and every update."""
     ratios = report.predicted_over_measured
     return {
         "plan": report.plan,

@@ -41,11 +41,11 @@ class UpdateBudget:
         if on_excess not in ON_EXCESS:
             raise HiloreError(f"on_excess={on_excess!r}", f"is none of {', '.join(ON_EXCESS)}", "'warn' is the default")
         self._costs = list(costs)
-        self._gain2 = {cost.rung: cost.gain2 for cost in costs}
+        self._risk2 = {cost.rung: cost.risk2 for cost in costs}
         self._planned = [_checked(exposure) for exposure in exposures]
         self._exact: list[float] = []
         self._risk = risk
-        self._gradient_exposure = None if gradient_exposure is None else _checked(gradient_exposure)
+        self._gradient_exposure = None if gradient_exposure is None else _checked(gradient_exposure, "gradient norm")
         self._on_excess = on_excess
         self._told = False
         self.rungs = choose_rungs(self._costs, self._planned, budget2=self._budget2)
@@ -70,7 +70,7 @@ class UpdateBudget:
         return self._risk**2 * sum(exposure**2 for exposure in self._exposures)
 
     def _error2(self, exposures: Sequence[float]) -> float:
-        return sum(self._gain2[rung] * exposure**2 for rung, exposure in zip(self.rungs, exposures, strict=False))
+        return sum(self._risk2[rung] * exposure**2 for rung, exposure in zip(self.rungs, exposures, strict=False))
 
     @property
     def risk(self) -> float:
@@ -106,17 +106,17 @@ class UpdateBudget:
 
     def _tell(self, before: float) -> None:
         rule = (
-            f"the risk of this update is {self.risk:.4f}, its budget {self._risk:.4f}, after {len(self._exact)} of "
+            f"the risk of this update is {self.risk:.3g}, its budget {self._risk:.3g}, after {len(self._exact)} of "
             f"{len(self.rungs)} micro-batches: their exposures are not those that the choice of rungs was told"
         )
         if self._on_excess == "raise":
             hint = "choose with exposure_bound before the forward, or on_excess='replan'"
             raise RiskExceeded("update", rule, hint)
-        planned_again = f" (it was {before:.4f} before choosing again)" if self._on_excess == "replan" else ""
+        planned_again = f" (it was {before:.3g} before choosing again)" if self._on_excess == "replan" else ""
         warnings.warn(rule + planned_again, RuntimeWarning, stacklevel=4)
 
 
-def _checked(exposure: float) -> float:
-    if not (math.isfinite(exposure) and exposure >= 0):
-        raise HiloreError(f"exposure {exposure}", "must be finite and not negative", "check advantages and rewards")
-    return float(exposure)
+def _checked(value: float, name: str = "exposure") -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise HiloreError(f"{name} {value}", "must be finite and not negative", "check advantages and rewards")
+    return float(value)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-_LISTED = 4096
+_LISTED = 2**15
 _ROUNDING = 1e-9
 
 
@@ -25,12 +25,12 @@ class RungCost:
 
     rung: int
     step_us: float
-    gain2: float
-    """Squared error of the gradient per squared exposure, relative to the gradient norm per exposure."""
+    risk2: float
+    """Its squared risk where all micro-batches run at it: (K / Gamma)^2, margin included."""
 
 
 def choose_rungs(costs: Sequence[RungCost], exposures: Sequence[float], *, budget2: float) -> list[int]:
-    """A rung a micro-batch, so that the sum of gain2 * X^2 is within `budget2`, in the least time.
+    """A rung a micro-batch, so that the sum of risk2 * X^2 is within `budget2`, in the least time.
 
     If no choice is within the budget, every micro-batch gets the rung of the least gain.
     """
@@ -40,7 +40,7 @@ def choose_rungs(costs: Sequence[RungCost], exposures: Sequence[float], *, budge
     energies = torch.tensor(exposures, dtype=torch.float64).square()
     budget2 *= 1 + _ROUNDING
     ascending = energies.argsort(stable=True)
-    if math.comb(len(exposures) + len(useful) - 1, len(useful) - 1) <= _LISTED:
+    if math.comb(len(exposures) + len(useful) - 1, len(useful) - 1) * len(exposures) <= _LISTED:
         places = _exact(useful, energies[ascending], budget2)
     else:
         places = _greedy(_hull(useful), energies[ascending], budget2)
@@ -53,7 +53,7 @@ def choose_rungs(costs: Sequence[RungCost], exposures: Sequence[float], *, budge
 def _pareto(costs: Sequence[RungCost]) -> list[RungCost]:
     """Rungs that none beats in gain and time, the least gain first, each faster than the one before."""
     kept: list[RungCost] = []
-    for cost in sorted(costs, key=lambda cost: (cost.gain2, cost.step_us, cost.rung)):
+    for cost in sorted(costs, key=lambda cost: (cost.risk2, cost.step_us, cost.rung)):
         if not kept or cost.step_us < kept[-1].step_us:
             kept.append(cost)
     return kept
@@ -62,9 +62,9 @@ def _pareto(costs: Sequence[RungCost]) -> list[RungCost]:
 def _exact(useful: list[RungCost], energies: torch.Tensor, budget2: float) -> list[RungCost]:
     """The best of all monotone choices; `energies` ascending, so rungs come riskiest first."""
     choices = _monotone(len(useful), len(energies))
-    gain2 = torch.tensor([cost.gain2 for cost in reversed(useful)], dtype=torch.float64)
+    risk2 = torch.tensor([cost.risk2 for cost in reversed(useful)], dtype=torch.float64)
     step_us = torch.tensor([cost.step_us for cost in reversed(useful)], dtype=torch.float64)
-    risk2 = gain2[choices] @ energies
+    risk2 = risk2[choices] @ energies
     times = step_us[choices].sum(dim=1)
     times[risk2 > budget2] = torch.inf
     best = int(times.argmin())
@@ -90,17 +90,17 @@ def _hull(useful: list[RungCost]) -> list[RungCost]:
 
 
 def _saved_per_gain(slow: RungCost, fast: RungCost) -> float:
-    return (slow.step_us - fast.step_us) / (fast.gain2 - slow.gain2)
+    return (slow.step_us - fast.step_us) / (fast.risk2 - slow.risk2)
 
 
 def _greedy(hull: list[RungCost], energies: torch.Tensor, budget2: float) -> list[RungCost]:
     """From the least gain, the moves that save most time per risk; those that no longer fit are passed over."""
     places = [0] * len(energies)
-    left = budget2 - hull[0].gain2 * float(energies.sum())
+    left = budget2 - hull[0].risk2 * float(energies.sum())
     if len(hull) == 1 or left < 0:
         return [hull[0]] * len(energies)
     steps = list(itertools.pairwise(hull))
-    gains = torch.tensor([fast.gain2 - slow.gain2 for slow, fast in steps], dtype=torch.float64)
+    gains = torch.tensor([fast.risk2 - slow.risk2 for slow, fast in steps], dtype=torch.float64)
     rates = torch.tensor([_saved_per_gain(slow, fast) for slow, fast in steps], dtype=torch.float64)
     # by micro-batch, then step: a stable sort keeps a micro-batch's steps in order where rates tie
     order = (rates[None, :] / energies[:, None]).flatten().argsort(descending=True, stable=True)

@@ -55,7 +55,7 @@ class Applied:
         self._other_calls: set[str] = set()
         self._audited: set[tuple[int, int]] = set()
         self._costs = [
-            RungCost(rung=rung.rung, step_us=rung.step_us, gain2=rung.predicted_risk**2) for rung in plan.meta.rungs
+            RungCost(rung=rung.rung, step_us=rung.step_us, risk2=rung.predicted_risk**2) for rung in plan.meta.rungs
         ]
         self._budget = UpdateBudget(self._costs, (), risk=plan.meta.risk)
         self.rung = plan.meta.chosen
@@ -93,7 +93,11 @@ class Applied:
                 profile's gradient norm per exposure is taken.
             on_excess: what `audit` does when exact exposures exceed the budget.
 
-        Set `rung` to each in turn before its micro-batch's forward.
+        Set `rung` to each in turn before its micro-batch's forward. Raises HiloreError if a number is not finite or
+        negative.
+
+        The profile's margin covers how the error by gradient norm differs between updates; by exposure alone both
+        differ more, so a norm of another time makes the promise looser.
         """
         gamma = self._meta.gamma
         self._budget = UpdateBudget(
@@ -109,7 +113,7 @@ class Applied:
         """Tell the exact exposure of the next micro-batch, known after its forward and before its backward.
 
         Returns the update's rungs, which may have changed for the micro-batches to come. Warns once an update, or
-        raises RiskExceeded, as `choose` was asked to.
+        raises RiskExceeded, as `choose` was asked to. Raises IndexError past the update's last micro-batch.
         """
         return list(self._budget.audit(exposure))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from hilore_cli.errors import Infeasible
 from hilore_cli.experiments.reports import Promise, UpdateOutcome, UpdatesReport, VerifyReport
@@ -379,7 +380,8 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def verify_updates(plan: Plan, options: WorkloadOptions, **arguments: Any) -> list[UpdatesReport]:
         seen.update(plan=plan, options=options, **arguments)
-        return [dataclasses.replace(updates_report(risk=seen["risk"]), rung=rung) for rung in arguments["rungs"]]
+        risks = {rung: seen.get("risk_of", {}).get(rung, seen["risk"]) for rung in arguments["rungs"]}
+        return [dataclasses.replace(updates_report(risk=risk), rung=rung) for rung, risk in risks.items()]
 
     module = ModuleType("hilore_cli.experiments.updates")
     module.__dict__.update(verify_updates=verify_updates)
@@ -408,14 +410,42 @@ def test_a_risk_that_does_not_hold_exits_1(hilore: Hilore, plan_file: Path, upda
     updates["risk"] = 0.011
     outcome = hilore("verify", str(plan_file), "--updates", "20")
     assert outcome.code == 1
-    assert "within 0.0100 in 0% of 20 updates" in outcome.err
+    assert "rung 1: risk within 0.01 in 0 of 20 updates" in outcome.err
+
+
+def test_a_variant_that_breaks_breaks_the_whole(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    updates["risk_of"] = {None: 0.02}
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--by-exposure", "--json")
+    assert outcome.code == 1
+    assert outcome.facts["ok"] is False
+    assert outcome.facts["broken"] == [
+        "by exposure: risk within 0.01 in 0 of 20 updates, promised are 95%; the highest is 0.02"
+    ]
+
+
+def test_a_plot_replaces_nothing_unasked(hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
+    Path("risk.svg").write_text("mine")
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--plot", "risk.svg")
+    assert (outcome.code, Path("risk.svg").read_text()) == (2, "mine")
+    assert hilore("verify", str(plan_file), "--updates", "20", "--plot", "risk.svg", "--force").code == 0
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_plot_has_a_point_an_update(suffix: str, hilore: Hilore, plan_file: Path, updates: dict[str, Any]) -> None:
-    outcome = hilore("verify", str(plan_file), "--updates", "20", "--plot", f"risk.{suffix}")
+def test_the_plot_has_a_point_an_update(
+    suffix: str, hilore: Hilore, plan_file: Path, updates: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = []
+    scatter = Axes.scatter
+
+    def count(self: Axes, x: Any, y: Any, **rest: Any) -> Any:
+        points.append(len(x))
+        return scatter(self, x, y, **rest)
+
+    monkeypatch.setattr(Axes, "scatter", count)
+    outcome = hilore("verify", str(plan_file), "--updates", "20", "--by-exposure", "--plot", f"risk.{suffix}")
     assert outcome.code == 0
-    assert Path(f"risk.{suffix}").stat().st_size > 1000
+    assert points == [20, 20]
+    assert [path.name for path in Path().glob("*risk*")] == [f"risk.{suffix}"]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +456,8 @@ def test_the_plot_has_a_point_an_update(suffix: str, hilore: Hilore, plan_file: 
         (["--by-exposure"], ["--by-exposure", "--updates 40"]),
         (["--plot", "risk.svg"], ["--plot", "--updates 40"]),
         (["--updates", "2", "--plot", "risk.xls"], ["--plot risk.xls", ".png"]),
-        (["--updates", "2", "--plot", "none/risk.svg"], ["none/risk.svg", "mkdir"]),
+        (["--updates", "2", "--plot", "plans/two-layers-1.10gc-r0.01.parquet"], [".parquet", ".png"]),
+        (["--micro-batches", "4"], ["--micro-batches", "--updates 40"]),
         (["--loss-option", "tau"], ["--loss-option tau", "NAME=VALUE"]),
         (["--loss-option", "tau_pos=x"], ["tau_pos=x", "not a number"]),
         (["--loss-option", "sigma=1"], ["sigma=1", "tau_pos"]),

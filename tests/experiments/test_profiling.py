@@ -234,6 +234,7 @@ def test_dropout_is_forced_and_is_not_kept(tiny_options, tmp_path):
         assert not any(row.keepable for row in forced)
     plan = solve(profile, cap_bytes=10**9, risk=0.0)
     assert all(row.replays or row.plain for row in plan.rows if "bernoulli" in row.op)
+    assert all(0.3 < ratio < 3 for ratio in profile.meta.calibration.ratios)  # both runs draw the same masks
 
 
 def test_bfloat16_halves_the_bytes_and_leaves_out_its_own_codec(tiny_profile, tiny_options):

@@ -1,11 +1,12 @@
 """Whole held-out updates on a small model: what the risk of a plan was predicted to be, beside what it is."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hilore_cli.errors import PlanMismatch
+from hilore_cli.errors import HiloreError, PlanMismatch
 from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
 from hilore_cli.experiments.profiling import profile_actor
 from hilore_cli.experiments.progress import Silent
@@ -14,6 +15,7 @@ from hilore_cli.experiments.updates import verify_updates
 from hilore_cli.experiments.workloads import prepare
 from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.measuring.options import LossSpec
+from hilore_cli.measuring.step import exposure_before, facts_of
 from hilore_cli.solving.solve import solve
 from tests.experiments.steady import steady
 
@@ -49,8 +51,13 @@ def reports(plan, tiny_options, workload):
     return dict(zip(rungs, found, strict=True))
 
 
-def test_the_exact_rung_errs_nowhere(reports):
+def test_the_exact_rung_errs_nowhere_against_plain_training(reports, plan, tiny_options, workload, monkeypatch):
     assert [one.measured_risk for one in reports[0].updates] == [0.0] * UPDATES
+    monkeypatch.setattr("hilore_cli.experiments.updates.gradient_checkpointing", lambda _: nullcontext())
+    rungs = tuple(replace(rung, predicted_risk=max(rung.predicted_risk, 1e-9)) for rung in plan.meta.rungs)
+    without = replace(plan, meta=replace(plan.meta, rungs=rungs))
+    (report,) = verify_updates(without, tiny_options, updates=1, micro_batches=SIZE, rungs=[0], workload=workload)
+    assert report.updates[0].measured_risk == 0.0
     assert reports[0].predicted_over_measured == ()
     assert reports[0].ok
 
@@ -75,8 +82,20 @@ def test_rungs_by_exposure_differ_and_keep_the_budget_of_the_update(reports, pla
 
 def test_updates_are_of_micro_batches_that_the_profile_has_not_seen(reports, plan, workload):
     assert plan.meta.calibration_micro_batches == CALIBRATION_BATCHES
-    assert len({exposure for one in reports[0].updates for exposure in one.exposures}) > UPDATES
-    assert all(len(one.exposures) == SIZE for one in reports[0].updates)
+    batches = workload.micro_batches[CALIBRATION_BATCHES:]
+    expected = []
+    for start in range(0, len(batches), SIZE):
+        update = batches[start : start + SIZE]
+        expected += [exposure_before(one, workload.options.loss, facts_of(update)) for one in update]
+    seen = [exposure for one in reports[0].updates for exposure in one.exposures]
+    assert seen == pytest.approx(expected)
+
+
+def test_updates_that_would_repeat_rollouts_are_refused(plan, tiny_options, workload):
+    few = replace(workload.rollouts, completions=workload.rollouts.completions[:20])
+    with pytest.raises(HiloreError, match="20 completions with an advantage") as caught:
+        verify_updates(plan, tiny_options, updates=2, micro_batches=4, workload=replace(workload, rollouts=few))
+    assert "fewer --updates" in caught.value.hint
 
 
 def test_the_model_is_left_as_it_was(reports, workload):
@@ -147,5 +166,5 @@ def test_one_update_in_twenty_may_exceed_the_risk():
     assert report_of(*[0.009] * 19, 0.02).ok
     broken = report_of(*[0.009] * 18, 0.02, 0.03)
     assert not broken.ok
-    assert "within 0.0100 in 90% of 20 updates" in broken.broken[0]
-    assert "0.0300" in broken.broken[0]
+    assert "rung 1: risk within 0.01 in 18 of 20 updates" in broken.broken[0]
+    assert "highest is 0.03" in broken.broken[0]

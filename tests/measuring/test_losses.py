@@ -391,17 +391,24 @@ def test_the_bound_holds_wherever_the_loss_bounds_its_ratio(
     assert exposure(loss_coefficients(spec, **data, is_weights=weights), data["mask"]) <= bound * (1 + 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    kl=st.sampled_from(KL_ESTIMATORS),
+    kl=st.sampled_from([*KL_ESTIMATORS, "TRL", "TRL, bias-corrected"]),
     shift=st.floats(math.log(0.8), math.log(1.2)),
+    spread=st.sampled_from([0.5, 2.0, 8.0]),
 )
-def test_the_bound_on_the_kl_term_holds_for_ratios_inside_the_clip(seed: int, kl: str, shift: float) -> None:
+def test_the_bound_on_the_kl_term_holds_for_ratios_inside_the_clip(
+    seed: int, kl: str, shift: float, spread: float
+) -> None:
     data = example(seed)
     data["old_logps"] = data["logps"] - shift
+    data["ref_logps"] = data["logps"] + spread * (data["ref_logps"] - data["logps"])
     data["advantages"] = torch.zeros(4, dtype=torch.float64)
-    spec = LossSpec(kind="verl_vanilla", kl=kl, beta=0.1)
+    if kl.startswith("TRL"):
+        spec = LossSpec(kl_bias_correction=kl.endswith("corrected"), beta=0.1)
+    else:
+        spec = LossSpec(kind="verl_vanilla", kl=kl, beta=0.1)
     known = {name: data[name] for name in ("advantages", "mask", "old_logps", "ref_logps")}
     bound = exposure_bound(spec, **known, on_policy=False)
     assert exposure(loss_coefficients(spec, **data), data["mask"]) <= bound * (1 + 1e-9)
@@ -436,6 +443,7 @@ def test_a_described_loss_is_read_back(spec: LossSpec) -> None:
         ({"delta": 0.9}, "--delta 0.9"),
         ({"dual_clip": 1.0}, "--loss-option dual_clip 1"),
         ({"tau_pos": 0.0}, "tau_pos 0"),
+        ({"kind": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos -1"),
         ({"beta": math.nan}, "--beta nan"),
     ],
 )

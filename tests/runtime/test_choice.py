@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from hilore_cli.runtime.budget import UpdateBudget
 from hilore_cli.runtime.choice import RungCost, choose_rungs
 
 LADDER = tuple(
-    RungCost(rung=rung, step_us=us, gain2=gain**2)
+    RungCost(rung=rung, step_us=us, risk2=gain**2)
     for rung, (us, gain) in enumerate(
         [(100.0, 0.0), (94.0, 0.0025), (90.0, 0.005), (84.0, 0.01), (80.0, 0.02), (78.0, 0.04)]
     )
@@ -23,7 +24,7 @@ RISK = 0.01
 SUCCESS = [2.65, *[0.38] * 7]
 
 costs = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=5).map(
-    lambda pairs: [RungCost(rung=i, step_us=float(us), gain2=float(gain)) for i, (us, gain) in enumerate(pairs)]
+    lambda pairs: [RungCost(rung=i, step_us=float(us), risk2=float(gain)) for i, (us, gain) in enumerate(pairs)]
 )
 energies = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 
@@ -33,7 +34,7 @@ def time_of(ladder: Sequence[RungCost], rungs: Sequence[int]) -> float:
 
 
 def error2_of(ladder: Sequence[RungCost], rungs: Sequence[int], exposures: Sequence[float]) -> float:
-    return sum(ladder[rung].gain2 * exposure**2 for rung, exposure in zip(rungs, exposures, strict=True))
+    return sum(ladder[rung].risk2 * exposure**2 for rung, exposure in zip(rungs, exposures, strict=True))
 
 
 @settings(max_examples=400, deadline=None)
@@ -46,19 +47,19 @@ def test_a_small_choice_is_the_best_of_all(ladder: list[RungCost], exposures: li
         assert error2_of(ladder, chosen, exposures) <= budget2
         assert time_of(ladder, chosen) == min(time_of(ladder, rungs) for rungs in within)
     else:
-        assert {ladder[rung].gain2 for rung in chosen} == {min(cost.gain2 for cost in ladder)}
+        assert {ladder[rung].risk2 for rung in chosen} == {min(cost.risk2 for cost in ladder)}
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    exposures=st.lists(st.just(0.0) | st.floats(0.01, 3), min_size=40, max_size=300),
+    exposures=st.lists(st.just(0.0) | st.floats(0.01, 3), min_size=40, max_size=90),
     ladder=costs,
     share=st.floats(0, 2),
 )
 def test_a_large_choice_keeps_its_budget_and_is_one_move_from_the_relaxed_best(
     exposures: list[float], ladder: list[RungCost], share: float
 ) -> None:
-    ladder = [*ladder, RungCost(rung=len(ladder), step_us=50.0, gain2=0.0)]
+    ladder = [*ladder, RungCost(rung=len(ladder), step_us=50.0, risk2=0.0)]
     energy = sum(exposure**2 for exposure in exposures)
     budget2 = share * energy * 5
     chosen = choose_rungs(ladder, exposures, budget2=budget2)
@@ -67,13 +68,15 @@ def test_a_large_choice_keeps_its_budget_and_is_one_move_from_the_relaxed_best(
 
 
 def relaxed_best(ladder: Sequence[RungCost], exposures: Sequence[float], budget2: float) -> float:
-    """A lower bound by Lagrange's dual, whatever the multiplier."""
-    best = -math.inf
-    for exponent in range(-60, 61):
-        price = 10 ** (exponent / 6)
-        value = sum(min(cost.step_us + price * cost.gain2 * exposure**2 for cost in ladder) for exposure in exposures)
-        best = max(best, value - price * budget2)
-    return best
+    """The relaxed optimum by Lagrange's dual, which is piecewise linear with its corners where two rungs cost alike."""
+    times = torch.tensor([cost.step_us for cost in ladder], dtype=torch.float64)
+    risks = torch.tensor([cost.risk2 for cost in ladder], dtype=torch.float64)
+    energies = torch.tensor(exposures, dtype=torch.float64).square()
+    corners = (times[:, None] - times[None, :]) / (risks[None, :] - risks[:, None])
+    prices = (corners.flatten()[:, None] / energies[None, :]).flatten()
+    prices = torch.cat([prices[prices.isfinite() & (prices > 0)].unique(), torch.tensor([0.0, 1e12]).double()])
+    each = times[None, None, :] + prices[:, None, None] * risks[None, None, :] * energies[None, :, None]
+    return float((each.amin(dim=2).sum(dim=1) - prices * budget2).max())
 
 
 def test_the_success_is_run_more_exactly_and_the_failures_less_so() -> None:
@@ -112,7 +115,7 @@ def test_an_excess_is_told_once_with_its_numbers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         update.audit(1.0)
-    with pytest.warns(RuntimeWarning, match=f"budget {RISK:.4f}, after 2 of 4 micro-batches"):
+    with pytest.warns(RuntimeWarning, match=f"budget {RISK:.3g}, after 2 of 4 micro-batches"):
         update.audit(3.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +127,7 @@ def test_an_excess_is_told_once_with_its_numbers() -> None:
 def test_an_excess_raises_where_that_is_asked_for() -> None:
     update = budget([1.0, 0.1], on_excess="raise")
     update.audit(1.0)
-    with pytest.raises(RiskExceeded, match=r"budget 0\.0100"):
+    with pytest.raises(RiskExceeded, match=r"budget 0\.01,"):
         update.audit(3.0)
 
 

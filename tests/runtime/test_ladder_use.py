@@ -42,7 +42,7 @@ def test_what_was_chosen_is_audited_as_it_runs(applied):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert applied.audit(1.0) == rungs
-    with pytest.warns(RuntimeWarning, match="budget 0.0100"):
+    with pytest.warns(RuntimeWarning, match="budget 0.01,"):
         applied.audit(5.0)
 
 

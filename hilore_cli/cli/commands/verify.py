@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hilore_cli.measuring.options import WorkloadOptions
     from hilore_cli.tables.plan_table import Plan
 
+UPDATE_SIZE = 8
 EXAMPLE = "Example: hilore verify plans/qwen3-1.7b-48GB-r0.01.parquet --rounds 10"
 
 
@@ -35,7 +36,9 @@ def command(
         int | None,
         typer.Option(metavar="N", help="Measure the risk of N whole held-out updates instead.", show_default=False),
     ] = None,
-    micro_batches: Annotated[int, typer.Option(metavar="M", help="In each of these updates.")] = 8,
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="M", help="In each of these updates; 8 by default.", show_default=False)
+    ] = None,
     by_exposure: Annotated[
         bool, typer.Option("--by-exposure", help="Also choose a rung a micro-batch by its exposure, for --updates.")
     ] = False,
@@ -44,6 +47,7 @@ def command(
         typer.Option(metavar="FILE", help="Predicted against measured risk of --updates.", show_default=False),
     ] = None,
     workload: dict[str, Any],
+    force: flags.Force = False,
     json: flags.Json = False,
 ) -> None:
     """Run the actor plain, under GC and under the plan, interleaved; exit 1 if a promise does not hold.
@@ -63,20 +67,33 @@ def command(
     if rounds < 1:
         raise HiloreError(f"--rounds {rounds}", "must be at least 1", "5 is the default")
     given = WorkloadFlags(**workload)
-    if updates is None and (by_exposure or plot is not None):
-        raise HiloreError("--by-exposure" if by_exposure else "--plot", "goes with --updates", "add --updates 40")
+    if updates is None:
+        for flag, is_given in (
+            ("--by-exposure", by_exposure),
+            ("--plot", plot is not None),
+            ("--micro-batches", micro_batches is not None),
+        ):
+            if is_given:
+                raise HiloreError(flag, "goes with --updates", "add --updates 40")
     for flag, count in (("--updates", updates), ("--micro-batches", micro_batches)):
         if count is not None and count < 1:
             raise HiloreError(f"{flag} {count}", "must be at least 1", "an update is often 8 micro-batches")
     if plot is not None:
         from hilore_cli.report.risk_plot import check_plot
 
-        check_plot(plot)
+        check_plot(plot, force=force)
     options = _workload(plan, loaded, given, output)
     if updates is not None:
         variants = [loaded.meta.chosen if rung is None else rung, *([None] if by_exposure else [])]
         _verify_updates(
-            output, loaded, options, name=str(plan), variants=variants, updates=updates, size=micro_batches, plot=plot
+            output,
+            loaded,
+            options,
+            name=str(plan),
+            variants=variants,
+            updates=updates,
+            size=micro_batches or UPDATE_SIZE,
+            plot=plot,
         )
         return
 
@@ -114,14 +131,15 @@ def _verify_updates(
         reports = verify_updates(
             plan, options, updates=updates, micro_batches=size, rungs=variants, name=name, progress=progress
         )
+    broken = [line for report in reports for line in report.broken]
+    output.show(updates_summary(*reports))
+    variants_facts = [updates_facts(report) for report in reports]
+    output.emit({**variants_facts[0], "ok": not broken, "broken": broken, "variants": variants_facts})
     if plot is not None:
         from hilore_cli.report.risk_plot import plot_risk
 
         plot_risk(plot, reports)
         output.note(f"wrote {plot}")
-    output.show(updates_summary(*reports))
-    output.emit({**updates_facts(reports[0]), "variants": [updates_facts(report) for report in reports]})
-    broken = [line for report in reports for line in report.broken]
     if broken:
         hint = "profile again with rollouts of this kind, or solve with a smaller --risk"
         raise PromiseBroken(name, "; ".join(broken), hint)
