@@ -4,8 +4,8 @@
 
 Real text: the actor's own answers to the built-in questions. Steps are small, so that 1,300 of them take minutes; the
 head and the optimizer would then decide the peak and no cap would make a plan compress, so the cap counts the layers
-alone: their minimum and a share of the way to plain. Prints a table; --out FILE writes every update as JSON, --plot a
-figure.
+alone: their minimum and a share of the way to plain. Codecs count as free, so that plans spend the risk they may. It
+prints a table after every few updates; --out FILE writes every update as JSON, --plot a figure.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import typer
 from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
 from hilore_cli.experiments.profiling import profile_actor
 from hilore_cli.experiments.progress import Silent
+from hilore_cli.experiments.reports import UpdatesReport
 from hilore_cli.experiments.updates import verify_updates
 from hilore_cli.experiments.workloads import prepare
 from hilore_cli.measuring.options import LossSpec, WorkloadOptions
@@ -31,6 +32,7 @@ from hilore_cli.solving.solve import solve
 from hilore_cli.tables.profile_table import Profile, Shape
 
 RISK = 0.01
+AT_ONCE = 5
 MULTIPLES = (0.0, 0.25, 0.3, 0.5, 2.0, 3.0, 4.0)
 
 
@@ -46,6 +48,7 @@ def main(
     loss_level: str = "token",
     beta: float = 0.0,
     share: float = 0.1,
+    by_exposure: bool = True,
     out: Annotated[Path | None, typer.Option()] = None,
     plot: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
@@ -59,7 +62,7 @@ def main(
     calibration = profile.meta.calibration
     ratios = " ".join(f"{ratio:.2f}" for ratio in calibration.ratios)
     print(f"profile {wall_s:.0f} s = {wall_s / gc_s:.1f} GC steps; ratios {ratios}, margin {calibration.margin:.3f}")
-    profile = layers_alone(profile)
+    profile = free_codecs(layers_alone(profile))
     problem = problem_from_profile(profile)
     lowest = smallest_cap(problem)
     highest = evaluate(problem, (PLAIN,) * len(problem.layers)).peak_bytes
@@ -67,9 +70,33 @@ def main(
         profile, cap_bytes=int(lowest + share * (highest - lowest)), risk=RISK, time_limit_s=60, multiples=MULTIPLES
     )
     rungs: list[int | None] = [rung.rung for rung in plan.meta.rungs if rung.risk in (0.3 * RISK, RISK, 3 * RISK)]
-    reports = verify_updates(
-        plan, options, updates=updates, micro_batches=micro_batches, rungs=[*rungs, None], workload=workload
-    )
+    print("rungs", " ".join(f"{one.predicted_risk:.5f}/{one.compressed}" for one in plan.meta.rungs), flush=True)
+    calibrated, held_out = workload.micro_batches[:CALIBRATION_BATCHES], workload.micro_batches[CALIBRATION_BATCHES:]
+    reports: list[UpdatesReport] = []
+    for done in range(0, updates, AT_ONCE):
+        part = held_out[done * micro_batches : min(done + AT_ONCE, updates) * micro_batches]
+        found = verify_updates(
+            plan,
+            options,
+            updates=len(part) // micro_batches,
+            micro_batches=micro_batches,
+            rungs=[*rungs, None] if by_exposure else rungs,
+            workload=dataclasses.replace(workload, micro_batches=(*calibrated, *part)),
+        )
+        reports = [merged(*pair) for pair in zip(reports, found, strict=True)] if reports else found
+        tell(reports)
+        if out is not None:
+            out.write_text(json.dumps([updates_facts(report) for report in reports]) + "\n")
+    if plot is not None:
+        plot_risk(plot, reports)
+
+
+def merged(one: UpdatesReport, other: UpdatesReport) -> UpdatesReport:
+    return dataclasses.replace(one, updates=(*one.updates, *other.updates))
+
+
+def tell(reports: list[UpdatesReport]) -> None:
+    print(f"{len(reports[0].updates)} updates")
     print("variant      budget  plan    median   95 %     within  predicted/measured p05 p50 p95  tax back")
     for report in reports:
         facts = updates_facts(report)
@@ -80,12 +107,14 @@ def main(
         print(
             f"{name:11s}  {report.risk_budget:.4f}  {predicted:.4f}  {measured[len(measured) // 2]:.4f}  "
             f"{measured[int(0.95 * (len(measured) - 1))]:.4f}  {report.share_within:6.1%}  "
-            f"{ratio['p05']:.2f} {ratio['median']:.2f} {ratio['p95']:.2f}  {report.tax_recovered:.3f}"
+            f"{ratio['p05']:.2f} {ratio['median']:.2f} {ratio['p95']:.2f}  {report.tax_recovered:.3f}",
+            flush=True,
         )
-    if out is not None:
-        out.write_text(json.dumps([updates_facts(report) for report in reports]) + "\n")
-    if plot is not None:
-        plot_risk(plot, reports)
+
+
+def free_codecs(profile: Profile) -> Profile:
+    """The profile as if packing and unpacking took no time, so that a plan compresses all that its risk allows."""
+    return dataclasses.replace(profile, rows=tuple(dataclasses.replace(row, codec_us=0.0) for row in profile.rows))
 
 
 def layers_alone(profile: Profile) -> Profile:

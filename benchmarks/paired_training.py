@@ -11,7 +11,6 @@ the curves.
 """
 
 import copy
-import dataclasses
 import random
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from held_out_risk import layers_alone
+from held_out_risk import free_codecs, layers_alone
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hilore_cli import apply_plan
@@ -193,12 +192,11 @@ def plan_for(model: Any, sums: Sequence[tuple[int, int]], folder: Path, risk: fl
         shape=Shape(micro_batch=QUESTIONS * GROUP // MICRO_BATCHES, prompt_tokens=PROMPT, response_tokens=ANSWER),
         loss=LOSS,
     )
-    profile = layers_alone(profile_actor(options, rounds=5))
-    rows = tuple(dataclasses.replace(row, codec_us=0.0) for row in profile.rows)
+    profile = free_codecs(layers_alone(profile_actor(options, rounds=5)))
     problem = problem_from_profile(profile)
     lowest, highest = smallest_cap(problem), evaluate(problem, (PLAIN,) * len(problem.layers)).peak_bytes
     return solve(
-        dataclasses.replace(profile, rows=rows),
+        profile,
         cap_bytes=int(lowest + CAP_SHARE * (highest - lowest)),
         risk=risk,
         time_limit_s=60,
