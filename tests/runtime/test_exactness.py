@@ -89,7 +89,7 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
     exact = case.gradients()
     norm2 = sum(float(value.double().square().sum()) for name, value in exact.items() if name != "loss")
     captured = capture_step(case.model, case.gradients)
-    gains = layer_gains(layers[:1], captured, [candidates], ["int8-g64"], below2=0.0, advance=lambda: None)
+    gains = layer_gains(layers[:1], captured, [candidates], ["int8-g64"], every=(), below2=0.0, advance=lambda: None)
     predicted = {gain.unit: (gain.change2 / norm2) ** 0.5 for gain in gains}
     compared = 0
     for candidate in candidates:
