@@ -8,7 +8,6 @@ be measured low) is in that factor too.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,9 +20,17 @@ from hilore_cli.experiments.facts import static_bytes
 from hilore_cli.experiments.progress import Progress
 from hilore_cli.experiments.workloads import PreparedWorkload
 from hilore_cli.measuring import identity
-from hilore_cli.measuring.candidates import Candidate, compressible
+from hilore_cli.measuring.candidates import Candidate, compressible, statistics
 from hilore_cli.measuring.checkpointing import checkpointed
-from hilore_cli.measuring.gains import Gain, Substitute, fit_codecs, input_gradient, layer_gains, lookup_norm2
+from hilore_cli.measuring.gains import (
+    Gain,
+    Remember,
+    Substitute,
+    fit_codecs,
+    input_gradient,
+    layer_gains,
+    lookup_norm2,
+)
 from hilore_cli.measuring.layer_calls import CapturedStep, around_layers, capture_step
 from hilore_cli.measuring.losses import BatchFacts
 from hilore_cli.measuring.step import actor_step, facts_of, same_random_numbers
@@ -78,6 +85,7 @@ class Calibrator:
         self.codecs = codecs
         self.progress = progress
         self.candidates = [compressible(units[kind]) for kind in layer_class]
+        self.stored = [statistics(units[kind]) for kind in layer_class]
         self.op_of = [{one.unit: one.op_index for one in candidates} for candidates in self.candidates]
         self.peak_bytes = 0
         """Highest dynamic use of these passes, above parameters and buffers."""
@@ -138,6 +146,7 @@ class Calibrator:
                 captured,
                 self.candidates,
                 self.codecs,
+                stored=self.stored,
                 every=frozenset(range(stride // 2, len(self.layers), stride)),
                 below2=self._embedding_norm2(captured),
                 advance=self.progress.advance,
@@ -171,7 +180,9 @@ class Calibrator:
             by_layer[gain.layer][self.op_of[gain.layer][gain.unit]] = gain.codec
 
         def run(index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return checkpointed(original, args, kwargs, contexts=lambda: (nullcontext(), Substitute(by_layer[index])))
+            exact = Remember(self.stored[index])
+            substitute = Substitute(by_layer[index], exact.outputs)
+            return checkpointed(original, args, kwargs, contexts=lambda: (exact, substitute))
 
         found = []
         exposure = 0.0
@@ -199,7 +210,16 @@ class Calibrator:
         first: list[Sequence[Candidate]] = [self.candidates[0][:1]]
 
         def local() -> None:
-            layer_gains(self.layers[:1], one, first, self.codecs[:1], every=(), below2=0.0, advance=lambda: None)
+            layer_gains(
+                self.layers[:1],
+                one,
+                first,
+                self.codecs[:1],
+                stored=self.stored[:1],
+                every=(),
+                below2=0.0,
+                advance=lambda: None,
+            )
 
         gradients = static_bytes(self.model, "none").gradients
         self.peak_bytes = held + trace(local, self.device).peak_bytes + gradients

@@ -1,10 +1,14 @@
 """Which units of a layer are worth compressing, so that their gains are worth measuring."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hilore_cli.measuring.units import UnitRecord
 from hilore_cli.tables.profile_table import INPUT_UNIT
+
+SMALL = 32
+"""A unit by this factor smaller than the layer's largest saves little when compressed, and costs little to store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +34,30 @@ def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
         if unit.floating
         and unit.keepable
         and unit.leaf == 0
-        and unit.bytes * 32 >= largest
+        and unit.bytes * SMALL >= largest
         and index in derived
         and (unit.flops > 0 or (unit.saved and not _cheap_to_rebuild(unit, units)))
         and not _better_kept_later(index, units)
     ]
+
+
+def statistics(units: Sequence[UnitRecord]) -> frozenset[int]:
+    """Ops whose one small output is made from the layer's input, such as a norm's scale: most plans store them.
+
+    Stored, they stay exact where what they were made from is compressed, and no longer fit it.
+    """
+    derived = depends_on_input(units)
+    largest = max((unit.bytes for unit in units), default=0)
+    outputs = Counter(unit.op_index for unit in units)
+    return frozenset(
+        unit.op_index
+        for index, unit in enumerate(units)
+        if unit.floating
+        and unit.keepable
+        and unit.bytes * SMALL < largest
+        and index in derived
+        and outputs[unit.op_index] == 1
+    )
 
 
 def _cheap_to_rebuild(unit: UnitRecord, units: Sequence[UnitRecord]) -> bool:

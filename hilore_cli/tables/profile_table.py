@@ -224,10 +224,10 @@ class Profile:
     rows: tuple[ProfileRow, ...]
     digest: str = ""
 
-    def save(self, path: Path, *, force: bool = False) -> tuple[str, bool]:
+    def save(self, path: str | Path, *, force: bool = False) -> tuple[str, bool]:
         """Write it; returns the digest and whether the file changed. Raises FileError."""
         return write_table(
-            path,
+            Path(path),
             columns_of(self.rows, SCHEMA),
             dataclasses.asdict(self.meta),
             kind="profile",

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hilore_cli.measuring.candidates import Candidate, depends_on_input
+from hilore_cli.measuring.candidates import Candidate, depends_on_input, statistics
 from hilore_cli.measuring.gains import layer_gains
 from hilore_cli.measuring.identity import decoder_layers
 from hilore_cli.measuring.layer_calls import capture_step
@@ -76,7 +76,8 @@ def test_a_dead_op_that_is_wrongly_skipped_shows_as_nan(case, poison):
     assert any(value.isnan().any() for value in found.values())
 
 
-def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicted_error(case):
+@pytest.mark.parametrize("with_statistics", [False, True], ids=["all rebuilt", "statistics stored"])
+def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicted_error(case, with_statistics):
     rough = case.units[0][0].dtype == "bfloat16" or case.model.config.attention_dropout > 0
     tolerance = 0.6 if rough else 0.05  # gradients rounded to 8 bits; a prediction made under other dropout masks
     layers = decoder_layers(case.model)
@@ -86,14 +87,26 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
         for index, unit in enumerate(case.units[0])
         if unit.keepable and unit.floating and unit.leaf == 0 and unit.numel > 64 and index in derived
     ]
+    stored_ops = statistics(case.units[0]) if with_statistics else frozenset()
+    stored = {index: "none" for index, unit in enumerate(case.units[0]) if unit.op_index in stored_ops}
+    assert bool(stored) is with_statistics
     exact = case.gradients()
     norm2 = sum(float(value.double().square().sum()) for name, value in exact.items() if name != "loss")
     captured = capture_step(case.model, case.gradients)
-    gains = layer_gains(layers[:1], captured, [candidates], ["int8-g64"], every=(), below2=0.0, advance=lambda: None)
+    gains = layer_gains(
+        layers[:1],
+        captured,
+        [candidates],
+        ["int8-g64"],
+        stored=[stored_ops],
+        every=(),
+        below2=0.0,
+        advance=lambda: None,
+    )
     predicted = {gain.unit: (gain.change2 / norm2) ** 0.5 for gain in gains}
     compared = 0
     for candidate in candidates:
-        plan = case.plan({0: {candidate.unit: "int8-g64"}})
+        plan = case.plan({0: {**stored, candidate.unit: "int8-g64"}})
         with apply_plan(case.model, plan):
             found = case.gradients()
         assert torch.equal(found["loss"], exact["loss"])
