@@ -1,6 +1,5 @@
 """Which units of a layer are worth compressing, so that their gains are worth measuring."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,22 +40,17 @@ def compressible(units: Sequence[UnitRecord]) -> list[Candidate]:
     ]
 
 
-def statistics(units: Sequence[UnitRecord]) -> frozenset[int]:
-    """Ops whose one small output is made from the layer's input, such as a norm's scale: most plans store them.
+def statistics(units: Sequence[UnitRecord]) -> frozenset[tuple[int, int]]:
+    """(op index, leaf) of small outputs made from the layer's input, such as a norm's scale or attention's log-sum-exp.
 
-    Stored, they stay exact where what they were made from is compressed, and no longer fit it.
+    Most plans store them. Stored, they stay exact where what they were made from is compressed, and no longer fit it.
     """
     derived = depends_on_input(units)
     largest = max((unit.bytes for unit in units), default=0)
-    outputs = Counter(unit.op_index for unit in units)
     return frozenset(
-        unit.op_index
+        (unit.op_index, unit.leaf)
         for index, unit in enumerate(units)
-        if unit.floating
-        and unit.keepable
-        and unit.bytes * SMALL < largest
-        and index in derived
-        and outputs[unit.op_index] == 1
+        if unit.floating and unit.keepable and unit.bytes * SMALL < largest and index in derived
     )
 
 

@@ -2,9 +2,10 @@
 
 A layer's backward is run alone, from its real input and under its real upstream gradient: once exactly, then once a
 unit with that unit's output replaced by its unpacked form, so that everything derived from it is perturbed as replay
-would perturb it. Statistics of a norm are the exception: nearly every plan stores them, exactly, so they do not follow
-the perturbation, and the backward of the norm meets an input that its scale does not fit. That errs more (1.7 times for
-a residual sum of SmolLM2-135M) than rebuilding the scale would. The gain K of a unit is, per unit of exposure,
+would perturb it. Statistics, such as a norm's scale or attention's log-sum-exp, are the exception: nearly every plan
+stores them, exactly, so they do not follow the perturbation, and the backward meets inputs that they do not fit. That
+errs more (1.2 to 2.3 times for the sums of SmolLM2-135M) than rebuilding them would. The gain K of a unit is, per unit
+of exposure,
 
     K^2 = ( norm(change of the layer's parameter gradients)^2
           + (norm(change of the input gradient) / norm(input gradient))^2 * norm(gradients below)^2 ) / X^2
@@ -51,12 +52,16 @@ class Gain:
 
 
 class Remember(TorchDispatchMode):
-    """Remember what some ops give; each has one output."""
+    """Remember some outputs of ops.
 
-    def __init__(self, ops: Collection[int]) -> None:
+    Args:
+        wanted: (op index, leaf) of each.
+    """
+
+    def __init__(self, wanted: Collection[tuple[int, int]]) -> None:
         super().__init__()
-        self.ops = ops
-        self.outputs: dict[int, torch.Tensor] = {}
+        self.wanted = wanted
+        self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         self.index = -1
 
     def __torch_dispatch__(
@@ -65,8 +70,9 @@ class Remember(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if counts(func, args):
             self.index += 1
-            if self.index in self.ops:
-                self.outputs[self.index] = out.detach()
+            for leaf, value in enumerate(leaves(out)):
+                if (self.index, leaf) in self.wanted:
+                    self.outputs[self.index, leaf] = value.detach()
         return out
 
 
@@ -75,12 +81,15 @@ class Substitute(TorchDispatchMode):
 
     Args:
         codecs: op index -> codec.
-        stored: op index -> its exact output, handed back instead of running the op again.
-        probed: codecs whose errors on each of those outputs are measured besides.
+        stored: (op index, leaf) -> that output, exact, handed back for what the op makes this time.
+        probed: codecs whose errors on each of the replaced outputs are measured besides.
     """
 
     def __init__(
-        self, codecs: Mapping[int, str], stored: Mapping[int, torch.Tensor], probed: Sequence[str] = ()
+        self,
+        codecs: Mapping[int, str],
+        stored: Mapping[tuple[int, int], torch.Tensor],
+        probed: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.codecs = codecs
@@ -92,20 +101,20 @@ class Substitute(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not counts(func, args):
-            return func(*args, **(kwargs or {}))
-        self.index += 1
-        if self.index in self.stored:
-            return self.stored[self.index].detach()
         out = func(*args, **(kwargs or {}))
-        name = self.codecs.get(self.index)
-        if name is None:
+        if not counts(func, args):
             return out
-        exact = next(leaves(out))
-        for other in self.probed:
-            self.errors[self.index, other] = round_trip(exact, other)[1]
-        approximate, self.errors[self.index, name] = round_trip(exact, name)
-        return approximate if out is exact else (approximate, *out[1:])
+        self.index += 1
+        values = [
+            self.stored[self.index, leaf].detach() if (self.index, leaf) in self.stored else value
+            for leaf, value in enumerate(out if isinstance(out, tuple | list) else [out])
+        ]
+        name = self.codecs.get(self.index)
+        if name is not None:
+            for other in self.probed:
+                self.errors[self.index, other] = round_trip(values[0], other)[1]
+            values[0], self.errors[self.index, name] = round_trip(values[0], name)
+        return type(out)(values) if isinstance(out, tuple | list) else values[0]
 
 
 def round_trip(exact: torch.Tensor, codec_name: str) -> tuple[torch.Tensor, float]:
@@ -128,7 +137,7 @@ def layer_gains(
     candidates: Sequence[Iterable[Candidate]],
     codec_names: Sequence[str],
     *,
-    stored: Sequence[Collection[int]],
+    stored: Sequence[Collection[tuple[int, int]]],
     every: Collection[int],
     below2: float,
     advance: Callable[[], None],
@@ -143,7 +152,7 @@ def layer_gains(
         captured: their inputs and upstream gradients in one real step.
         candidates: which units of each layer to compress.
         codec_names: codecs to measure, at least one.
-        stored: ops of each layer whose outputs stay exact.
+        stored: (op index, leaf) of each layer's outputs that stay exact.
         every: layers in which each codec is measured.
         below2: squared norm of the gradient below the first layer (the embedding's lookup).
         advance: called after each layer.

@@ -87,8 +87,8 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
         for index, unit in enumerate(case.units[0])
         if unit.keepable and unit.floating and unit.leaf == 0 and unit.numel > 64 and index in derived
     ]
-    stored_ops = statistics(case.units[0]) if with_statistics else frozenset()
-    stored = {index: "none" for index, unit in enumerate(case.units[0]) if unit.op_index in stored_ops}
+    exact_outputs = statistics(case.units[0]) if with_statistics else frozenset()
+    stored = {index: "none" for index, unit in enumerate(case.units[0]) if (unit.op_index, unit.leaf) in exact_outputs}
     assert bool(stored) is with_statistics
     exact = case.gradients()
     norm2 = sum(float(value.double().square().sum()) for name, value in exact.items() if name != "loss")
@@ -98,7 +98,7 @@ def test_compressing_any_one_unit_keeps_the_forward_exact_and_gives_the_predicte
         captured,
         [candidates],
         ["int8-g64"],
-        stored=[stored_ops],
+        stored=[exact_outputs],
         every=(),
         below2=0.0,
         advance=lambda: None,
