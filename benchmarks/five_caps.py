@@ -13,7 +13,7 @@ import typer
 
 from hilore_cli.cli.workload import options_from_profile
 from hilore_cli.experiments.progress import Silent
-from hilore_cli.experiments.verifying import HELD_OUT_BATCHES, verify_plan
+from hilore_cli.experiments.verifying import held_out_batches, verify_plan
 from hilore_cli.experiments.workloads import prepare
 from hilore_cli.solving.solve import solve
 from hilore_cli.tables.profile_table import load_profile
@@ -31,12 +31,12 @@ def main(
     lowest, highest = static + profile.meta.memory.gc_peak_bytes, static + profile.meta.memory.plain_peak_bytes
     options = options_from_profile(profile)
     calibration = profile.meta.calibration.micro_batches
-    workload = prepare(options, count=calibration + HELD_OUT_BATCHES, skip=0, progress=Silent())
+    workload = prepare(options, count=calibration + held_out_batches(options.shape), skip=0, progress=Silent())
     print("cap MB     rung  predicted MB  measured MB   ratio  held equal  forward  error     tax back  broken")
     for step in range(CAPS):
         cap_bytes = lowest + (highest - lowest) * step // (CAPS - 1)
         plan = solve(profile, cap_bytes=cap_bytes, risk=risk)
-        for report in verify_plan(plan, options, workload=workload, rounds=rounds, skip=calibration):
+        for report in verify_plan(plan, options, workload=workload, rounds=rounds):
             predicted, measured = report.predicted.peak_bytes, report.measured.peak_bytes
             print(
                 f"{cap_bytes / 1e6:9.1f}  {report.rung:4d}  {predicted / 1e6:12.3f}  {measured / 1e6:11.3f}  "

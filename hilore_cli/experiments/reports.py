@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 SHARE_WITHIN = 0.95
 """Of held-out updates, the share whose risk is promised to be within the budget (DESIGN section 4)."""
+UPDATE_SEQUENCES = 8
+"""The fewest sequences of an update that this is promised for: a group, as GRPO commonly draws it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

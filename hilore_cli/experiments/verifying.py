@@ -5,6 +5,7 @@ update of several micro-batches, memory is read from allocator events with real 
 interleaved rounds. On a shared machine absolute times mean little, so the time promise is the ratio to plain.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import nn
 from hilore_cli.errors import PlanMismatch
 from hilore_cli.experiments.facts import measured_static_bytes
 from hilore_cli.experiments.progress import Progress, Silent
-from hilore_cli.experiments.reports import Promise, VerifyReport
+from hilore_cli.experiments.reports import UPDATE_SEQUENCES, Promise, VerifyReport
 from hilore_cli.experiments.workloads import PreparedWorkload, prepare
 from hilore_cli.measuring.options import WorkloadOptions
 from hilore_cli.measuring.step import actor_step, facts_of, same_random_numbers
@@ -24,10 +25,10 @@ from hilore_cli.measuring.timing import Rounds, interleaved
 from hilore_cli.measuring.tracing import trace
 from hilore_cli.runtime.loader import Applied, apply_plan
 from hilore_cli.tables.plan_table import Plan
+from hilore_cli.tables.profile_table import Shape
 
 PEAK_TOLERANCE = 1.05
 TIME_TOLERANCE = 1.10
-HELD_OUT_BATCHES = 2
 PLAIN, GC = "plain", "gc"
 
 
@@ -54,7 +55,7 @@ def verify_plan(
     Args:
         plan: what to hold to its promises.
         options: the workload to run; the profile's own unless asked otherwise.
-        workload: the same made ready already, with two micro-batches after those of the calibration.
+        workload: the same made ready already, with `held_out_batches` micro-batches after those of the calibration.
         name: what to call the plan in the reports.
         rungs: the one solved for the plan's risk if None.
         rounds: timed rounds of each variant.
@@ -66,14 +67,19 @@ def verify_plan(
     progress = progress or Silent()
     check_shape(plan, options, name)
     wanted = [plan.meta.chosen] if rungs is None else list(rungs)
-    skip = plan.meta.calibration_micro_batches
+    skip, count = plan.meta.calibration_micro_batches, held_out_batches(options.shape)
     if workload is None:
-        workload = prepare(options, count=HELD_OUT_BATCHES, skip=skip, progress=progress)
+        workload = prepare(options, count=count, skip=skip, progress=progress)
     else:
-        workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + HELD_OUT_BATCHES])
+        workload = replace(workload, micro_batches=workload.micro_batches[skip : skip + count])
     applied = apply_plan(workload.actor.model, plan)
     applied.remove()
     return _Verifier(plan, name, workload, applied, progress).reports(wanted, rounds=rounds)
+
+
+def held_out_batches(shape: Shape) -> int:
+    """Micro-batches of the update that is compared: two, or as many as an update has at least."""
+    return max(2, math.ceil(UPDATE_SEQUENCES / shape.micro_batch))
 
 
 def check_shape(plan: Plan, options: WorkloadOptions, name: str) -> None:

@@ -50,7 +50,7 @@ def command(
 
     from hilore_cli.experiments.calibration import CALIBRATION_BATCHES
     from hilore_cli.experiments.profiling import profile_actor
-    from hilore_cli.experiments.verifying import HELD_OUT_BATCHES, verify_plan
+    from hilore_cli.experiments.verifying import held_out_batches, verify_plan
     from hilore_cli.experiments.workloads import prepare
     from hilore_cli.report.plan_view import margin_line, plan_facts, plan_rungs
     from hilore_cli.report.profile_view import profile_steps
@@ -58,7 +58,7 @@ def command(
     from hilore_cli.solving.solve import profile_warnings, solve
 
     with output.progress() as progress:
-        workload = prepare(options, count=CALIBRATION_BATCHES + HELD_OUT_BATCHES, skip=0, progress=progress)
+        workload = prepare(options, count=CALIBRATION_BATCHES + held_out_batches(shape), skip=0, progress=progress)
         profile = profile_actor(
             options,
             workload=workload,
