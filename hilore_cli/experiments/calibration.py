@@ -51,9 +51,6 @@ TYPICAL_SPREAD = 0.15
 SmolLM2-135M, one sequence of 64 + 64 tokens each, at predicted errors of 0.3, 1 and 3 %."""
 TYPICAL_DEGREES = 6
 """Degrees of freedom that count for it beside those of a profile's own few checks."""
-UPDATE_SPREAD = 0.6
-"""An update's standard deviation by a micro-batch's: 0.09 over updates of 8 of those. Not 1 / sqrt(8): part of the
-deviation is common to a model's micro-batches."""
 LAYERS_A_FIT = 4
 SAMPLED_ELEMENTS, SPARSEST, WHOLE = 2**21, 16, 64
 # Student's t at that quantile, one-sided, from those degrees of freedom up; the last one serves beyond.
@@ -270,11 +267,11 @@ def _sampled(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
 
 
 def upper_bound(ratios: Sequence[float]) -> float:
-    """What the ratio of an update stays under in 95 of 100 cases, if logarithms of ratios are normal.
+    """What the ratio of another micro-batch stays under in 95 of 100 cases, if logarithms of ratios are normal.
 
-    The prediction bound for one more observation, which deviates `UPDATE_SPREAD` times as much as the given ones of
-    single micro-batches: mean + t * deviation * sqrt(UPDATE_SPREAD^2 + 1/n). Their variance is pooled with
-    `TYPICAL_SPREAD`, for by themselves they would often agree by chance. 1 without any ratio.
+    The prediction bound for one more observation: mean + t * deviation * sqrt(1 + 1/n), with the variance of these few
+    pooled with `TYPICAL_SPREAD`, for by themselves they would often agree by chance. An update of several micro-batches
+    varies less, but plans of one profile differ by about as much more. 1 without any ratio.
     """
     logs = [math.log(ratio) for ratio in ratios if ratio > 0]
     if not logs:
@@ -283,7 +280,7 @@ def upper_bound(ratios: Sequence[float]) -> float:
     degrees = TYPICAL_DEGREES + own
     variance = (TYPICAL_DEGREES * TYPICAL_SPREAD**2 + sum((log - mean) ** 2 for log in logs)) / degrees
     t = _STUDENT[min(own, len(_STUDENT) - 1)]
-    return math.exp(mean + t * math.sqrt(variance * (UPDATE_SPREAD**2 + 1 / len(logs))))
+    return math.exp(mean + t * math.sqrt(variance * (1 + 1 / len(logs))))
 
 
 def gradient_norm(model: nn.Module) -> float:
